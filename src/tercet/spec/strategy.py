@@ -1,0 +1,151 @@
+"""Strategy: how a run is laid out, resolved; and why_not: the sentences that refuse one.
+
+The planner prunes by `why_not`, the trainer refuses by it: what cannot work is said once, here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any, Literal
+
+from tercet.spec.model import Model
+from tercet.spec.recipe import Recipe, StrategySection
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A layout over `ranks` processes. Mesh order, slowest first: pipeline, data, shard, context, tensor."""
+
+    engine: str = "native"
+    zero: int = 0
+    ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    reduce_gradients: Literal["every_micro_batch", "once_per_step"] = "once_per_step"
+    offload_optimizer: str = "none"
+    offload_weights: str = "none"
+    offload_activations: str = "none"
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        """The strategy's word: single, ddp, zero1, zero2, zero3."""
+        if self.ranks == 1:
+            return "single"
+        return "ddp" if self.zero == 0 else f"zero{self.zero}"
+
+    def accumulation(self, batch_sequences: int) -> int:
+        """Return the micro-batches per optimizer step: batch over ranks times micro-batch, rounded up."""
+        return ceil(batch_sequences / (self.ranks * self.micro_batch))
+
+    def idle_rows(self, batch_sequences: int) -> int:
+        """Return the places of a step that hold no row: computed, but weighing nothing."""
+        return self.accumulation(batch_sequences) * self.ranks * self.micro_batch - batch_sequences
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes, whatever the layout: the part of the recipe that no strategy may change."""
+
+    sequence_tokens: int
+    batch_sequences: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Work:
+        return cls(recipe.data.sequence_tokens, recipe.train.batch_sequences, recipe.train.precision, recipe.optim.name)
+
+
+def not_built(recipe: Recipe) -> list[str]:
+    """Return a sentence for everything the recipe asks for that does not exist yet."""
+    s, why = recipe.strategy, []
+    if s.engine != "native":
+        why.append(f"strategy.engine: {s.engine} is not built yet; native is")
+    for axis in ("tensor", "pipeline", "expert", "context"):
+        if getattr(s, axis) != 1:
+            why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
+    for what in ("optimizer", "weights", "activations"):
+        if getattr(s.offload, what) != "none":
+            why.append(f"strategy.offload.{what}: {getattr(s.offload, what)} is not built yet; none is")
+    if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
+        why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
+    if recipe.train.precision not in ("bf16", "fp32"):
+        why.append(f"train.precision: {recipe.train.precision} is not built yet; bf16 and fp32 are")
+    if recipe.data.template is not None or recipe.data.train_on is not None:
+        why.append("data.template and data.train_on: training on chats is not built yet; rows of text are")
+    return why
+
+
+def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens: int = 8192) -> Strategy:
+    """Return the Strategy that a section means on `ranks` processes; fills what is `auto` without the planner.
+
+    Micro-batch: as many rows as `micro_batch_tokens` holds, evened out so that the last one is not a remnant.
+    """
+    zero = 0 if section.zero == "auto" or ranks == 1 else section.zero  # one rank has nothing to shard
+    if section.micro_batch == "auto":
+        rows = ceil(work.batch_sequences / ranks)
+        cap = max(1, min(rows, micro_batch_tokens // work.sequence_tokens))
+        micro = ceil(rows / ceil(rows / cap))
+    else:
+        micro = section.micro_batch
+    reduce = section.reduce_gradients
+    if reduce == "auto":
+        reduce = "every_micro_batch" if zero >= 2 else "once_per_step"
+    return Strategy(
+        engine=section.engine,
+        zero=zero,
+        ranks=ranks,
+        tensor=section.tensor,
+        pipeline=section.pipeline,
+        expert=section.expert,
+        context=section.context,
+        micro_batch=micro,
+        recompute="none" if section.recompute == "auto" else section.recompute,
+        reduce_gradients=reduce,
+        offload_optimizer=section.offload.optimizer,
+        offload_weights=section.offload.weights,
+        offload_activations=section.offload.activations,
+        compile=section.compile,
+    )
+
+
+def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -> list[str]:
+    """Return one sentence per reason why this strategy cannot run; empty when it can."""
+    why = []
+    if strategy.zero < 2 and strategy.reduce_gradients == "every_micro_batch" and strategy.ranks > 1:
+        why.append(
+            f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"
+        )
+    if strategy.ranks * strategy.micro_batch > work.batch_sequences and strategy.micro_batch > 1:
+        fits = max(1, work.batch_sequences // strategy.ranks)
+        why.append(
+            f"{strategy.ranks} ranks times micro-batch {strategy.micro_batch} exceed train.batch_sequences "
+            f"{work.batch_sequences}; the largest micro-batch is {fits}"
+        )
+    if work.sequence_tokens > model.context_tokens:
+        why.append(
+            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens; "
+            f"set model.context_tokens={work.sequence_tokens} to extend it"
+        )
+    return why
+
+
+def nearest_batches(strategy: Strategy, batch_sequences: int) -> tuple[int, int]:
+    """Return the largest batch below and the smallest above that leave no place idle (E09)."""
+    unit = strategy.ranks * strategy.micro_batch
+    return max(unit, batch_sequences // unit * unit), ceil(batch_sequences / unit) * unit
+
+
+def with_ranks(strategy: Strategy, ranks: int) -> Strategy:
+    return replace(strategy, ranks=ranks, zero=0 if ranks == 1 else strategy.zero)
