@@ -1,0 +1,65 @@
+"""Inner attention: softmax(q kᵀ · scale) v, causal, and only within a document.
+
+Shape letters: B rows, T tokens, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin and end in B*T flattened tokens; attention never crosses a border."""
+
+    boundaries: Tensor  # int32 (documents + 1,), on the device of the computation
+    spans: tuple[tuple[int, int], ...]
+    longest: int
+
+    @classmethod
+    def of(cls, boundaries: Tensor, device: torch.device) -> Documents:
+        """Read the borders once per batch, not once per layer: on a GPU each read waits for it."""
+        edges = boundaries.tolist()
+        spans = tuple((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a)
+        return cls(boundaries.to(device, torch.int32), spans, max(b - a for a, b in spans))
+
+
+@torch.compiler.disable  # document borders differ from batch to batch; compiling them in would recompile each time
+def attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents: Documents | None, scale: float) -> Tensor:
+    """Return (B, T, H, D of v). Without `documents` each row is one document."""
+    if documents is None:
+        return _causal(q_BTHD, k_BTKD, v_BTKD, scale)
+    batch, tokens = q_BTHD.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] == v.shape[-1]:
+        from torch.nn.attention.varlen import varlen_attn
+
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:  # older releases of varlen_attn want equal numbers of heads
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        edges = documents.boundaries
+        out = varlen_attn(
+            q, k, v, edges, edges, documents.longest, documents.longest, scale=scale, window_size=(-1, 0)
+        )
+    else:
+        # One call per document: on the CPU five times as fast as one call with a block mask.
+        out = torch.cat(
+            [_causal(q[None, a:b], k[None, a:b], v[None, a:b], scale)[0] for a, b in documents.spans]
+        )
+    return out.view(batch, tokens, *out.shape[1:])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention over the tokens axis; with fewer queries than keys, the queries are the last ones."""
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)

@@ -1,0 +1,40 @@
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / sqrt(mean(x²) + eps) * weight, computed in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps only x and one number a row for backward; plain autograd keeps three fp32 copies of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, scale = ctx.saved_tensors
+        normed = x.to(scale.dtype) * scale
+        grad = grad.to(scale.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight
+        # d/dx of x * s(x): s * (g - n * mean(g * n)) with n the normalised row.
+        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """x of shape (..., width) -> the same shape and type."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)

@@ -1,0 +1,61 @@
+"""The training objective: summed next-token loss, without ever holding all logits.
+
+Labels arrive shifted (data/loader.py is the one place that shifts): labels[b, t] is what position t predicts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100  # a label that is not trained
+CHUNK_TOKENS = 1024  # tokens whose logits exist at once; large enough to keep the matmul efficient
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """sum over tokens of logsumexp(h Wᵀ) - (h Wᵀ)[label], with both gradients made in forward, chunk by chunk.
+
+    The loss is a sum, so its gradient is known but for one factor, which backward multiplies in. Costs the same
+    three matmuls as the plain way and holds one chunk of logits instead of all.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_grad: bool) -> Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if with_grad else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if with_grad else None
+        for begin in range(0, hidden.shape[0], CHUNK_TOKENS):
+            part = slice(begin, begin + CHUNK_TOKENS)
+            h, y = hidden[part], labels[part, None]
+            logits = F.linear(h, weight).to(wide)
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            total += (normaliser - logits.gather(1, y)).sum()
+            if with_grad:
+                # softmax - one_hot, written over the logits
+                grad = logits.sub_(normaliser).exp_()
+                grad.scatter_add_(1, y, torch.full_like(y, -1, dtype=wide))
+                grad = grad.to(hidden.dtype)
+                grad_hidden[part] = grad @ weight
+                grad_weight += grad.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_weight = grad_weight * grad
+        return (grad_hidden * grad.to(grad_hidden.dtype)), grad_weight.to(grad_hidden.dtype), None, None
+
+
+def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss, a scalar in fp32 (fp64 for fp64 models), over the labels that are not IGNORED.
+
+    hidden: (batch, tokens, width), after the final norm; head: (vocabulary, width); labels: (batch, tokens).
+    """
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    trained = labels != IGNORED
+    if not bool(trained.all()):  # what is not trained is not computed
+        hidden, labels = hidden[trained], labels[trained]
+    return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled())
