@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter, under the name that it has in memory (as transformers 5 names it).
+    """One tensor, under the name that it has in memory (as transformers 5 names it).
 
     `axes` names each dimension (width, vocabulary, heads, ffn, experts, …); `kind` decides weight decay,
-    adapter targets and splits: embedding, head, matrix, norm, bias, router, expert.
+    adapter targets and splits: embedding, head, matrix, norm, bias, router, expert; balance for buffers.
     """
 
     name: str
@@ -26,7 +27,10 @@ class Tensor:
 
 
 class Block(Protocol):
-    """What attention and feed-forward descriptions share. `prefix` ends with a dot."""
+    """What attention and feed-forward descriptions share. `prefix` ends with a dot.
+
+    Blocks with experts also have `buffers(prefix, width)` (stored, no gradient) and `idle_parameters(width)`.
+    """
 
     def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]: ...
 
@@ -37,10 +41,34 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `scaling` keeps the config's own scaling section (type, factor, …) as sorted pairs."""
+    """Rotary embedding. `scaling` keeps the config's own scaling section (rope_type, factor, …) as sorted pairs."""
 
     theta: float = 10_000.0
     scaling: tuple[tuple[str, float | str | int | bool], ...] = ()
+
+    def get(self, key: str, default: float | None = None):
+        """Return one value of the scaling section; a missing or null key gives `default`."""
+        value = dict(self.scaling).get(key)
+        return default if value is None else value
+
+    @property
+    def kind(self) -> str:
+        """default, linear, dynamic, llama3 or yarn."""
+        return str(self.get("rope_type", "default"))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a mixture of experts is kept balanced while training; 0 switches a term off.
+
+    bias_speed: step of the gate's bias per optimizer step (V3's aux-loss-free way, arXiv 2408.15664).
+    sequence_loss: weight of the balance loss taken within each document (V2 and V3).
+    batch_loss: weight of the classic auxiliary loss over all tokens of a step (Switch, arXiv 2101.03961).
+    """
+
+    bias_speed: float = 0.0
+    sequence_loss: float = 0.0
+    batch_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +76,34 @@ class Layer:
     attention: Block
     feedforward: Block
 
+    def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]:
+        return (
+            *self.attention.tensors(f"{prefix}self_attn.", width),
+            *self.feedforward.tensors(f"{prefix}mlp.", width),
+            Tensor(f"{prefix}input_layernorm.weight", (width,), ("width",), "norm"),
+            Tensor(f"{prefix}post_attention_layernorm.weight", (width,), ("width",), "norm"),
+        )
+
+    def buffers(self, prefix: str, width: int) -> tuple[Tensor, ...]:
+        own = getattr(self.feedforward, "buffers", None)
+        return own(f"{prefix}mlp.", width) if own else ()
+
+    def idle_parameters(self, width: int) -> int:
+        """Return the parameters that a token does not visit: those of the experts it is not sent to."""
+        own = getattr(self.feedforward, "idle_parameters", None)
+        return own(width) if own else 0
+
+    def flops(self, width: int, tokens: int, context: float) -> int:
+        return self.attention.flops(width, tokens, context) + self.feedforward.flops(width, tokens, context)
+
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. `layers` may differ from one another (dense first layers of a mixture of experts)."""
+    """A decoder. `layers` may differ from one another (dense first layers of a mixture of experts).
+
+    `mtp` holds one block (spec/blocks/mtp.py) per further token that is predicted; these follow the layers
+    in numbering, as the published files have them.
+    """
 
     family: str
     vocabulary: int
@@ -63,41 +115,62 @@ class Model:
     context_tokens: int = 2048
     init_std: float = 0.02
     name: str = ""
+    mtp: tuple[Block, ...] = ()
+    balance: Balance = field(default_factory=Balance)
+
+    def blocks(self) -> Iterator[tuple[str, Layer | Block]]:
+        """Yield (prefix, layer) for every layer and every further prediction, in the order of the module."""
+        for n, block in enumerate((*self.layers, *self.mtp)):
+            yield f"model.layers.{n}.", block
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every parameter once, in the order in which the built module holds them."""
         w, v = self.width, self.vocabulary
         found = [Tensor("model.embed_tokens.weight", (v, w), ("vocabulary", "width"), "embedding")]
-        for n, layer in enumerate(self.layers):
-            found += self.layer_tensors(f"model.layers.{n}.", layer)
+        for prefix, block in self.blocks():
+            found += block.tensors(prefix, w)
         found.append(Tensor("model.norm.weight", (w,), ("width",), "norm"))
         if not self.tied:
             found.append(Tensor("lm_head.weight", (v, w), ("vocabulary", "width"), "head"))
         return tuple(found)
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Return what is stored with the weights but trained by no gradient (balancing biases); always fp32."""
+        found: list[Tensor] = []
+        for prefix, block in self.blocks():
+            found += block.buffers(prefix, self.width)  # type: ignore[union-attr]
+        return tuple(found)
+
     def layer_tensors(self, prefix: str, layer: Layer) -> list[Tensor]:
-        w = self.width
-        return [
-            *layer.attention.tensors(f"{prefix}self_attn.", w),
-            *layer.feedforward.tensors(f"{prefix}mlp.", w),
-            Tensor(f"{prefix}input_layernorm.weight", (w,), ("width",), "norm"),
-            Tensor(f"{prefix}post_attention_layernorm.weight", (w,), ("width",), "norm"),
-        ]
+        return list(layer.tensors(prefix, self.width))
+
+    def without_mtp(self) -> Model:
+        """Return the model as it is served: next-token prediction only."""
+        return replace(self, mtp=())
 
     @property
     def parameters(self) -> int:
         return sum(t.parameters for t in self.tensors())
 
     @property
+    def idle_parameters(self) -> int:
+        return sum(block.idle_parameters(self.width) for _, block in self.blocks())  # type: ignore[union-attr]
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token makes use of: all but the experts it is not sent to (table and head whole)."""
+        return self.parameters - self.idle_parameters
+
+    @property
     def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: all but the embedding; a tied head counts once."""
-        skipped = 0 if self.tied else self.vocabulary * self.width
-        return self.parameters - skipped
+        """Parameters that a token is multiplied with: active ones without the embedding; a tied head counts once.
+
+        The head counts once more for every further token that is predicted.
+        """
+        head = self.vocabulary * self.width
+        return self.active_parameters - (0 if self.tied else head) + len(self.mtp) * head
 
     def flops(self, tokens: int, context: float) -> int:
-        """Return the forward FLOPs of `tokens` tokens, each attending to `context` on average, head included."""
-        blocks = sum(
-            layer.attention.flops(self.width, tokens, context) + layer.feedforward.flops(self.width, tokens, context)
-            for layer in self.layers
-        )
-        return blocks + 2 * tokens * self.width * self.vocabulary
+        """Return the forward FLOPs of `tokens` tokens, each attending to `context` on average, heads included."""
+        blocks = sum(block.flops(self.width, tokens, context) for _, block in self.blocks())
+        return blocks + 2 * tokens * self.width * self.vocabulary * (1 + len(self.mtp))

@@ -49,6 +49,9 @@ class ModelSection(Section):
     init: Literal["pretrained", "random"] | None = Field(
         None, description="start from stored weights or from random ones; default: pretrained when `path` is given"
     )
+    family: (
+        Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek", "deepseek_v2", "deepseek_v3"] | None
+    ) = Field(None, description="architecture of a model given by its sizes; default llama")
     layers: Annotated[Count, Field(ge=1, le=1000)] | None = None
     width: Annotated[Count, Field(ge=1)] | None = None
     heads: Annotated[Count, Field(ge=1)] | None = None
@@ -59,6 +62,28 @@ class ModelSection(Section):
     context_tokens: Annotated[TokenLength, Field(ge=1)] | None = Field(None, description="longest context in tokens")
     tied: bool | None = Field(None, description="the head shares the embedding's weights")
     rope_theta: Annotated[Number, Field(gt=0)] | None = None
+    rope_scaling: dict[str, Any] | None = Field(
+        None, description="{rope_type: linear, dynamic, llama3 or yarn, factor: …}, as Hugging Face configs have it"
+    )
+    q_rank: Annotated[Count, Field(ge=0)] | None = Field(
+        None, description="latent attention: width of the queries' latent; 0: queries by one full matrix"
+    )
+    kv_rank: Annotated[Count, Field(ge=1)] | None = Field(None, description="width of the keys' and values' latent")
+    nope_dim: Annotated[Count, Field(ge=1)] | None = Field(None, description="part of each head without position")
+    rope_dim: Annotated[Count, Field(ge=2)] | None = Field(None, description="rotary part of each head")
+    value_dim: Annotated[Count, Field(ge=1)] | None = Field(None, description="size of each head's value")
+    experts: Annotated[Count, Field(ge=1)] | None = Field(None, description="routed experts per layer")
+    experts_per_token: Annotated[Count, Field(ge=1)] | None = None
+    shared_experts: Annotated[Count, Field(ge=0)] | None = Field(None, description="experts that every token visits")
+    expert_ffn: Annotated[Count, Field(ge=1)] | None = Field(None, description="inner width of one expert")
+    dense_layers: Annotated[Count, Field(ge=0)] | None = Field(None, description="first layers without experts")
+    expert_groups: Annotated[Count, Field(ge=1)] | None = None
+    groups_per_token: Annotated[Count, Field(ge=1)] | None = Field(
+        None, description="groups whose experts compete for a token"
+    )
+    expert_scale: Annotated[Number, Field(gt=0)] | None = Field(None, description="routed output times this")
+    normalize_experts: bool | None = Field(None, description="a token's expert weights are divided by their sum")
+    mtp_depth: Annotated[Count, Field(ge=0, le=8)] | None = Field(None, description="further tokens predicted (V3)")
     norm_eps: Annotated[Number, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="before")
@@ -180,6 +205,33 @@ class OptimSection(Section):
     min_lr_ratio: Annotated[Number, Field(ge=0, le=1)] = Field(0.0, description="the schedule ends at lr times this")
 
 
+class BalanceSection(Section):
+    """How a mixture of experts is kept balanced; auto is what the model's family was trained with."""
+
+    bias_speed: Annotated[Number, Field(ge=0)] | Auto = Field(
+        "auto", description="step of each expert's bias per optimizer step, without a loss (DeepSeek-V3: 0.001)"
+    )
+    bias_until: Annotated[Number, Field(ge=0, le=1)] = Field(
+        1.0, description="share of the steps after which the bias stands still (DeepSeek-V3: 14.3 T of 14.8 T tokens)"
+    )
+    sequence_loss: Annotated[Number, Field(ge=0)] | Auto = Field(
+        "auto", description="weight of the balance loss within each document (DeepSeek-V3: 0.0001)"
+    )
+    batch_loss: Annotated[Number, Field(ge=0)] | Auto = Field(
+        "auto", description="weight of the classic auxiliary loss over the tokens of a micro-batch"
+    )
+
+
+class PredictionSection(Section):
+    """Weight of the multi-token prediction loss, as a share of the main loss (DeepSeek-V3's schedule)."""
+
+    weight: Annotated[Number, Field(ge=0)] = 0.3
+    late_weight: Annotated[Number, Field(ge=0)] = 0.1
+    late_after: Annotated[Number, Field(ge=0, le=1)] = Field(
+        0.67, description="share of the steps after which late_weight counts (DeepSeek-V3: 10 T of 14.8 T tokens)"
+    )
+
+
 class TrainSection(Section):
     batch_sequences: Annotated[Count, Field(ge=1)] = Field(
         32, description="sequences per optimizer step over all ranks: the effective batch"
@@ -192,6 +244,8 @@ class TrainSection(Section):
     sample_every: Annotated[Count, Field(ge=0)] = Field(0, description="steps; 0: only at the end")
     sample_prompts: list[str] = Field(default_factory=list)
     sample_tokens: Annotated[Count, Field(ge=1)] = 48
+    balance: BalanceSection = Field(default_factory=BalanceSection)
+    mtp: PredictionSection = Field(default_factory=PredictionSection)
     nonfinite: Literal["stop", "skip"] = Field("stop", description="what a step whose loss or gradient is not finite does")
     nonfinite_limit: Annotated[Count, Field(ge=1)] = Field(8, description="skipped steps in a row that stop the run")
     collective_timeout_seconds: Annotated[Number, Field(gt=0)] = 600.0

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tercet.spec.blocks.cost import Kept, Matmul, matrices
 from tercet.spec.model import Tensor
 
 
 @dataclass(frozen=True)
 class SwiGLU:
     ffn: int
+    bias: bool = False
 
     def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]:
-        return (
-            Tensor(f"{prefix}gate_proj.weight", (self.ffn, width), ("ffn", "width"), "matrix"),
-            Tensor(f"{prefix}up_proj.weight", (self.ffn, width), ("ffn", "width"), "matrix"),
-            Tensor(f"{prefix}down_proj.weight", (width, self.ffn), ("width", "ffn"), "matrix"),
-        )
+        found = []
+        for name, rows, columns, axes in (
+            ("gate_proj", self.ffn, width, ("ffn", "width")),
+            ("up_proj", self.ffn, width, ("ffn", "width")),
+            ("down_proj", width, self.ffn, ("width", "ffn")),
+        ):
+            found.append(Tensor(f"{prefix}{name}.weight", (rows, columns), axes, "matrix"))
+            if self.bias:
+                found.append(Tensor(f"{prefix}{name}.bias", (rows,), axes[:1], "bias"))
+        return tuple(found)
 
     def flops(self, width: int, tokens: int, context: float) -> int:
         return 2 * tokens * width * self.ffn * 3
+
+    def matmuls(self, width: int) -> tuple[Matmul, ...]:
+        return matrices(self.tensors("", width))
+
+    def kept(self, width: int) -> Kept:
+        """gate and up, and their product, which the last matmul reads; silu(gate) is made again in backward."""
+        return Kept(inputs=width, outputs=2 * self.ffn, products=self.ffn, stats=0, elementwise=3 * self.ffn)

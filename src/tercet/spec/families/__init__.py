@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, nearest
-from tercet.spec.families import llama
+from tercet.spec.families import deepseek, llama, qwen
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 
-FAMILIES = {family.MODEL_TYPE: family for family in (llama,)}
+# model_type of config.json -> the module that knows it
+FAMILIES: dict[str, Any] = {kind: module for module in (llama, qwen, deepseek) for kind in module.ARCHITECTURES}
+_MODULES = tuple(dict.fromkeys(FAMILIES.values()))
+HUB: dict[str, str] = {hub.lower(): preset for module in _MODULES for hub, preset in module.HUB.items()}
 
 
 def presets() -> dict[str, Any]:
     """Return preset name -> its family module."""
-    return {name: family for family in FAMILIES.values() for name in family.PRESETS}
+    return {name: module for module in _MODULES for name in module.PRESETS}
+
+
+def preset(name: str) -> Model:
+    """Return a preset's Model. Raises KeyError for a name that is none."""
+    return presets()[name].build(dict(presets()[name].PRESETS[name]), name)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -31,41 +39,50 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def from_config(config: dict[str, Any], source: str) -> tuple[Any, dict[str, Any]]:
-    """Return (family module, our sizes). Raises InputError for an unknown architecture or missing keys."""
+    """Return (family module, our sizes). Raises InputError for an unknown architecture, or missing or unknown keys."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise InputError(
-            f"{source}: model_type {kind!r} is not one that Tercet builds{nearest(str(kind), FAMILIES)}",
-            f"Known: {', '.join(FAMILIES)}.",
-        )
+        raise InputError(_unknown(config, kind, source), f"Known: {', '.join(FAMILIES)}.")
     try:
         return FAMILIES[kind], FAMILIES[kind].from_hf(config)
     except KeyError as missing:
         raise InputError(f"{source}: the key {missing} is missing") from None
+    except InputError as error:
+        raise InputError(f"{source}: {error.message}", error.hint) from None
+
+
+# What every decoder's config says, and what says nothing about its arithmetic.
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_HARMLESS = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type",
+             "pretraining_tp", "ep_size", "output_router_logits", "task_specific_params")  # fmt: skip
+
+
+def _unknown(config: dict[str, Any], kind: Any, source: str) -> str:
+    """Return the sentence for an architecture that is not built: what is missing and what is not understood."""
+    understood = {*_NEEDED, *_HARMLESS, "rope_scaling", "rope_parameters", "rope_theta", "rms_norm_eps"}
+    for family, module in FAMILIES.items():
+        understood |= set(module.to_hf(_smallest(family, module)))
+    strange = [key for key in config if key not in understood and not key.endswith("_token_id") and config[key] is not None]
+    missing = [key for key in _NEEDED if key not in config]
+    words = [f"{source}: model_type {kind!r} is not one that Tercet builds{nearest(str(kind), FAMILIES)}"]
+    if missing:
+        words.append(f"missing keys: {', '.join(missing)}")
+    if strange:
+        words.append(f"keys that no block here understands: {', '.join(strange[:12])}{', …' if strange[12:] else ''}")
+    return "; ".join(words)
+
+
+def _smallest(family: str, module: Any) -> Model:
+    sizes = {"family": family, "vocabulary": 8, "width": 8, "layers": 2, "heads": 2, "ffn": 8, "kv_rank": 4,
+             "nope_dim": 2, "rope_dim": 2, "value_dim": 2, "experts": 2, "experts_per_token": 1, "expert_ffn": 4,
+             "dense_layers": 1}  # fmt: skip
+    return module.build(sizes)
 
 
 def describe(section: ModelSection) -> Model:
-    """Return the Model that a recipe's model section means. Reads config.json at most, never weights."""
+    """Return the Model that a recipe's model section means. Reads config.json and tensor names, never weights."""
     overrides = section.model_dump(exclude={"preset", "path", "init"}, exclude_none=True)
-    if section.path is not None:
-        family, sizes = from_config(read_config(Path(section.path).expanduser()), section.path)
-        name = Path(section.path).name
-    elif section.preset is not None:
-        known = presets()
-        if section.preset not in known:
-            raise InputError(
-                f"model: no preset {section.preset!r}{nearest(section.preset, known)}",
-                "It is neither a preset, nor a folder with config.json, nor a hub name (owner/name).",
-            )
-        family, name = known[section.preset], section.preset
-        sizes = dict(family.PRESETS[section.preset])
-    else:
-        family, sizes, name = llama, {}, "custom"
-        needed = ("layers", "width", "heads", "ffn", "vocabulary")
-        if missing := [f"model.{key}" for key in needed if key not in overrides]:
-            raise InputError(
-                f"model: {', '.join(missing)} missing", "Name a preset, a folder or a hub name, or give all sizes."
-            )
+    family, sizes, name = _base(section, overrides)
     if section.path is None and "heads" in overrides and "kv_heads" not in overrides and sizes.get("kv_heads"):
         # A preset's grouping need not fit other heads; keep the ratio when it does, else one group a head.
         ratio = sizes["heads"] / sizes["kv_heads"]
@@ -73,3 +90,55 @@ def describe(section: ModelSection) -> Model:
     if {"width", "heads"} & overrides.keys() and "head_dim" not in overrides:
         sizes["head_dim"] = None  # follows from width and heads again
     return family.build({**sizes, **overrides}, name)
+
+
+def _base(section: ModelSection, overrides: dict[str, Any]) -> tuple[Any, dict[str, Any], str]:
+    """Return (family module, sizes before the overrides, name)."""
+    known = presets()
+    wanted = section.preset
+    if section.path is not None:
+        path = Path(section.path).expanduser()
+        if path.exists() or section.path.lower() not in HUB:
+            family, sizes = from_config(read_config(path), section.path)
+            return family, _as_stored(path, sizes), path.name
+        wanted = HUB[section.path.lower()]  # known by name: nothing to read, nothing to download
+    if wanted is None:
+        needed = ("layers", "width", "heads", "ffn", "vocabulary")
+        if missing := [f"model.{key}" for key in needed if key not in overrides]:
+            raise InputError(
+                f"model: {', '.join(missing)} missing", "Name a preset, a folder or a hub name, or give all sizes."
+            )
+        wanted_family = overrides.get("family", "llama")
+        return FAMILIES[wanted_family], {"family": wanted_family}, "custom"
+    if wanted not in known:
+        raise InputError(
+            f"model: no preset {wanted!r}{nearest(wanted, known)}",
+            "It is neither a preset, nor a folder with config.json, nor a hub name (owner/name).",
+        )
+    if overrides.get("family", known[wanted].PRESETS[wanted].get("family", "llama")) not in known[wanted].ARCHITECTURES:
+        raise InputError(f"model.family is {overrides['family']!r}, which preset {wanted!r} is not of")
+    return known[wanted], dict(known[wanted].PRESETS[wanted]), wanted
+
+
+def _as_stored(path: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of what the folder really holds.
+
+    A config may announce multi-token prediction whose tensors are not there: transformers saves it so.
+    """
+    names = stored_names(path) if sizes.get("mtp_depth") and path.is_dir() else None
+    if names is None or any(f"layers.{sizes['layers']}." in name for name in names):
+        return sizes
+    return {**sizes, "mtp_depth": 0}
+
+
+def stored_names(folder: Path) -> set[str] | None:
+    """Return the tensor names of a folder's safetensors without reading any tensor; None when there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return None
+    with single.open("rb") as file:  # eight bytes of length, then a JSON header: the format's own definition
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return set(header) - {"__metadata__"}

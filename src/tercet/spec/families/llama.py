@@ -1,18 +1,30 @@
-"""Llama shapes: Llama 1–3, DeepSeek LLM and Coder, SmolLM2, and models made here."""
+"""Llama shapes: Llama 1–3, Mistral, DeepSeek LLM and Coder, SmolLM2, and models made here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tercet.errors import InputError
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.swiglu import SwiGLU
-from tercet.spec.model import Layer, Model, Rope
+from tercet.spec.families.common import (
+    Config,
+    Sizes,
+    build_gqa,
+    build_model,
+    refuse_unbuilt,
+    shared_sizes,
+    shared_to_hf,
+)
+from tercet.spec.model import Layer, Model
 
-ARCHITECTURE = "LlamaForCausalLM"
-MODEL_TYPE = "llama"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
-# name -> sizes; sources stand beside each.
+_LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+_LLAMA_3_2 = {**_LLAMA_3_1, "factor": 32.0}
+_CODER = {"rope_type": "linear", "factor": 4.0}
+
+# Each preset's numbers are those of the config.json of the hub repository named beside it.
 PRESETS: dict[str, dict[str, Any]] = {
     # Document 1's sizes with SwiGLU of 5632: 1.23 B without embeddings.
     "llama-1.2b-32k": {"vocabulary": 32_000, "width": 2048, "layers": 24, "heads": 16, "ffn": 5632,
@@ -20,86 +32,115 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Ours: small enough for two CPU cores.
     "first-light": {"vocabulary": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 704,
                     "context_tokens": 512, "tied": True},
+    # deepseek-ai/deepseek-llm-7b-base
+    "deepseek-llm-7b": {"vocabulary": 102_400, "width": 4096, "layers": 30, "heads": 32, "ffn": 11_008,
+                        "context_tokens": 4096},
+    # deepseek-ai/deepseek-llm-67b-base
+    "deepseek-llm-67b": {"vocabulary": 102_400, "width": 8192, "layers": 95, "heads": 64, "kv_heads": 8,
+                         "ffn": 22_016, "context_tokens": 4096},
+    # deepseek-ai/deepseek-coder-1.3b-base
+    "deepseek-coder-1.3b": {"vocabulary": 32_256, "width": 2048, "layers": 24, "heads": 16, "ffn": 5504,
+                            "context_tokens": 16_384, "rope_theta": 100_000.0, "rope_scaling": _CODER},
+    # deepseek-ai/deepseek-coder-6.7b-base
+    "deepseek-coder-6.7b": {"vocabulary": 32_256, "width": 4096, "layers": 32, "heads": 32, "ffn": 11_008,
+                            "context_tokens": 16_384, "rope_theta": 100_000.0, "rope_scaling": _CODER},
+    # deepseek-ai/DeepSeek-R1-Distill-Llama-8B
+    "deepseek-r1-distill-llama-8b": {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8,
+                                     "ffn": 14_336, "context_tokens": 131_072, "rope_theta": 500_000.0,
+                                     "rope_scaling": _LLAMA_3_1, "norm_eps": 1e-5},
+    # deepseek-ai/DeepSeek-R1-Distill-Llama-70B
+    "deepseek-r1-distill-llama-70b": {"vocabulary": 128_256, "width": 8192, "layers": 80, "heads": 64, "kv_heads": 8,
+                                      "ffn": 28_672, "context_tokens": 131_072, "rope_theta": 500_000.0,
+                                      "rope_scaling": _LLAMA_3_1, "norm_eps": 1e-5},
+    # meta-llama/Llama-2-7b-hf
+    "llama-2-7b": {"vocabulary": 32_000, "width": 4096, "layers": 32, "heads": 32, "ffn": 11_008,
+                   "context_tokens": 4096, "norm_eps": 1e-5},
+    # meta-llama/Llama-3.1-8B
+    "llama-3.1-8b": {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14_336,
+                     "context_tokens": 131_072, "rope_theta": 500_000.0, "rope_scaling": _LLAMA_3_1,
+                     "norm_eps": 1e-5},
+    # meta-llama/Llama-3.1-70B
+    "llama-3.1-70b": {"vocabulary": 128_256, "width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn": 28_672,
+                      "context_tokens": 131_072, "rope_theta": 500_000.0, "rope_scaling": _LLAMA_3_1,
+                      "norm_eps": 1e-5},
+    # meta-llama/Llama-3.2-1B
+    "llama-3.2-1b": {"vocabulary": 128_256, "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192,
+                     "context_tokens": 131_072, "rope_theta": 500_000.0, "rope_scaling": _LLAMA_3_2,
+                     "norm_eps": 1e-5, "tied": True},
+    # meta-llama/Llama-3.2-3B
+    "llama-3.2-3b": {"vocabulary": 128_256, "width": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192,
+                     "context_tokens": 131_072, "rope_theta": 500_000.0, "rope_scaling": _LLAMA_3_2,
+                     "norm_eps": 1e-5, "tied": True},
+    # mistralai/Mistral-7B-v0.3
+    "mistral-7b": {"family": "mistral", "vocabulary": 32_768, "width": 4096, "layers": 32, "heads": 32,
+                   "kv_heads": 8, "ffn": 14_336, "context_tokens": 32_768, "rope_theta": 1_000_000.0,
+                   "norm_eps": 1e-5},
+    # HuggingFaceTB/SmolLM2-135M
+    "smollm2-135m": {"vocabulary": 49_152, "width": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
+                     "context_tokens": 8192, "rope_theta": 100_000.0, "norm_eps": 1e-5, "tied": True,
+                     "init_std": 0.041666666666666664},
 }  # fmt: skip
 
+# Hub name -> preset, for planning without a download.
+HUB = {
+    "deepseek-ai/deepseek-llm-7b-base": "deepseek-llm-7b",
+    "deepseek-ai/deepseek-llm-7b-chat": "deepseek-llm-7b",
+    "deepseek-ai/deepseek-llm-67b-base": "deepseek-llm-67b",
+    "deepseek-ai/deepseek-llm-67b-chat": "deepseek-llm-67b",
+    "deepseek-ai/deepseek-coder-1.3b-base": "deepseek-coder-1.3b",
+    "deepseek-ai/deepseek-coder-1.3b-instruct": "deepseek-coder-1.3b",
+    "deepseek-ai/deepseek-coder-6.7b-base": "deepseek-coder-6.7b",
+    "deepseek-ai/deepseek-coder-6.7b-instruct": "deepseek-coder-6.7b",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "deepseek-r1-distill-llama-8b",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "deepseek-r1-distill-llama-70b",
+    "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "meta-llama/Llama-3.2-3B": "llama-3.2-3b",
+    "mistralai/Mistral-7B-v0.3": "mistral-7b",
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+}
 
-def build(sizes: dict[str, Any], name: str = "") -> Model:
+
+def build(sizes: Sizes, name: str = "") -> Model:
     """Return the Model of plain sizes. Raises InputError for sizes that cannot work together."""
-    width, heads = sizes["width"], sizes["heads"]
-    kv_heads = sizes.get("kv_heads") or heads
-    head_dim = sizes.get("head_dim")
-    if head_dim is None:
-        if width % heads:
-            valid = [h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0]
-            near = sorted(sorted(valid, key=lambda h: abs(h - heads))[:3])
-            raise InputError(
-                f"model.width {width} is not divisible by model.heads {heads}",
-                f"Nearest numbers of heads that divide it: {', '.join(map(str, near))}; or set model.head_dim.",
-            )
-        head_dim = width // heads
-    if head_dim % 2:
-        raise InputError(f"model.head_dim is {head_dim}; rotary embedding needs an even number")
-    if heads % kv_heads:
-        valid = [k for k in range(1, heads + 1) if heads % k == 0]
-        near = sorted(sorted(valid, key=lambda k: abs(k - kv_heads))[:3])
-        raise InputError(
-            f"model.heads {heads} is not divisible by model.kv_heads {kv_heads}",
-            f"Nearest numbers of key-value heads that divide it: {', '.join(map(str, near))}.",
-        )
-    layer = Layer(GQA(heads, kv_heads, head_dim), SwiGLU(sizes["ffn"]))
-    return Model(
-        family=MODEL_TYPE,
-        name=name,
-        vocabulary=sizes["vocabulary"],
-        width=width,
-        layers=(layer,) * sizes["layers"],
-        tied=bool(sizes.get("tied", False)),
-        norm_eps=sizes.get("norm_eps") or 1e-6,
-        rope=Rope(theta=sizes.get("rope_theta") or 10_000.0),
-        context_tokens=sizes.get("context_tokens") or 2048,
-    )
+    bias = bool(sizes.get("attention_bias", False))
+    attention = build_gqa(sizes, bias=bias, output_bias=bias, window=sizes.get("window"))
+    layer = Layer(attention, SwiGLU(sizes["ffn"], bool(sizes.get("mlp_bias", False))))
+    return build_model(sizes, name, sizes.get("family") or "llama", layers=(layer,) * sizes["layers"])
 
 
-def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def from_hf(config: Config) -> Sizes:
     """Return our sizes from a Hugging Face config (hub's style or transformers 5's)."""
-    rope = config.get("rope_parameters") or {}
+    family = config["model_type"]
+    refuse_unbuilt(config, {})
+    mistral = family == "mistral"  # its class fills absent keys with the first Mistral's numbers
     return {
-        "vocabulary": config["vocab_size"],
-        "width": config["hidden_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "family": family,
+        **shared_sizes(config),
+        "kv_heads": config.get("num_key_value_heads", 8 if mistral else None) or config["num_attention_heads"],
         "head_dim": config.get("head_dim"),
-        "ffn": config["intermediate_size"],
-        "tied": config.get("tie_word_embeddings", False),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
-        "context_tokens": config.get("max_position_embeddings", 2048),
+        "attention_bias": not mistral and config.get("attention_bias", False),
+        "mlp_bias": not mistral and config.get("mlp_bias", False),
+        "window": config.get("sliding_window", 4096) if mistral else None,
     }
 
 
 def to_hf(model: Model) -> dict[str, Any]:
     """Return the Hugging Face config.json of a model, without dtype and token ids."""
-    attention = model.layers[0].attention
-    feedforward = model.layers[0].feedforward
+    attention, feedforward = model.layers[0].attention, model.layers[0].feedforward
     assert isinstance(attention, GQA) and isinstance(feedforward, SwiGLU)
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.width,
-        "num_hidden_layers": len(model.layers),
+    own: dict[str, Any] = {
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "intermediate_size": feedforward.ffn,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.context_tokens,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope.theta},
-        "tie_word_embeddings": model.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "initializer_range": model.init_std,
     }
+    if model.family == "mistral":
+        own["sliding_window"] = attention.window
+    else:
+        own |= {"attention_bias": attention.bias, "mlp_bias": feedforward.bias}
+    return {**shared_to_hf(model, ARCHITECTURES[model.family]), **own}

@@ -1,0 +1,58 @@
+"""What blocks tell the planner besides their tensors: shapes of matmuls, and what is kept for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tercet.spec.model import Tensor
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A token's row of `inner` numbers times a weight of (outer, inner); FLOPs per token: 2 * inner * outer * rows.
+
+    `rows` is how many rows a token contributes (experts per token), `groups` over how many weights of that
+    shape the rows are spread (experts). `name` is the module's, which adapters choose by.
+    """
+
+    name: str
+    inner: int
+    outer: int
+    rows: float = 1.0
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.inner * self.outer * self.rows
+
+    @property
+    def weights(self) -> int:
+        return self.inner * self.outer * self.groups
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers per token that a block holds between forward and backward, by what they are.
+
+    `inputs`: what its first matmuls read (the normed row). `outputs`: what its matmuls and its attention return
+    and a later step needs. `products`: results of elementwise steps that a matmul reads. `stats`: fp32 numbers
+    (softmax normalisers). `elementwise`: numbers read or written by fused elementwise steps of one forward.
+    """
+
+    inputs: float
+    outputs: float
+    products: float
+    stats: float
+    elementwise: float
+
+
+def matrices(tensors: tuple[Tensor, ...], rows: float = 1.0) -> tuple[Matmul, ...]:
+    """Return the matmuls of a block from its tensors; stacked experts count `rows` per token."""
+    found = []
+    for t in tensors:
+        name = t.name.removesuffix(".weight").rpartition(".")[2]
+        if t.kind in ("matrix", "router"):
+            found.append(Matmul(name, t.shape[1], t.shape[0]))
+        elif t.kind == "expert":
+            found.append(Matmul(name, t.shape[2], t.shape[1], rows, t.shape[0]))
+    return tuple(found)
