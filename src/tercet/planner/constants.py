@@ -1,0 +1,69 @@
+"""The few numbers that data sheets do not hold. Each has a physical meaning; `calibrate.py` fits them.
+
+The fitted values lie in constants.toml, with the number of runs they stand on.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares are of the data sheet's figure. `prior` is where the fit starts and what it is drawn to."""
+
+    # --- arithmetic
+    matmul_share: float = field(default=0.90, metadata={"what": "large matmuls, of the card's `reached` rate"})
+    matmul_traffic: float = field(default=0.50, metadata={"what": "matmul operand traffic not hidden by arithmetic"})
+    attention_share: float = field(default=0.55, metadata={"what": "flash attention, of the reached matmul rate"})
+    attention_share_hopper: float = field(default=0.40, metadata={"what": "the same on Hopper without FA3"})
+    fast_share: float = field(default=0.60, metadata={"what": "fp16 accumulation, of twice the rate"})
+    fp8_share: float = field(default=0.75, metadata={"what": "fp8 and int8 matmuls, of their peak, scaling included"})
+    expert_share: float = field(default=0.60, metadata={"what": "grouped expert matmuls, of plain ones"})
+    # --- memory-bound work
+    bandwidth_share: float = field(default=0.80, metadata={"what": "elementwise kernels, of memory bandwidth"})
+    nf4_traffic: float = field(default=2.0, metadata={"what": "passes over the dequantised weight per use"})
+    launch_seconds: float = field(default=9e-6, metadata={"what": "host time per kernel of eager PyTorch"})
+    # --- links
+    staged_bus: float = field(default=5.0e9, metadata={"what": "collectives between cards without peer access, B/s"})
+    peer_share: float = field(default=0.75, metadata={"what": "collectives over NVLink or peer PCIe, of the link"})
+    copies_share: float = field(default=0.60, metadata={"what": "copy-engine collectives, of each card's host link"})
+    host_share: float = field(default=0.70, metadata={"what": "copies between host and card while training"})
+    overlap: float = field(default=0.60, metadata={"what": "communication that computing can hide"})
+    cpu_adam: float = field(default=1.2e9, metadata={"what": "parameters per second, AdamW on the host"})
+    pipeline_share: float = field(default=0.92, metadata={"what": "round-robin pipeline's time spent computing"})
+    # --- memory
+    reserve_share: float = field(default=0.08, metadata={"what": "PyTorch reserved beyond allocated, of allocated"})
+    full_logits_bytes: float = field(default=16.0, metadata={"what": "bytes per logit of an unfused loss at its peak"})
+    activation_scale: float = field(default=1.0, metadata={"what": "activations kept by eager systems, of derived"})
+
+
+NAMES = tuple(f.name for f in fields(Constants))
+
+# Not fitted. LLMQ's allocator report on a 4090 (benchmarks README): 483 MiB are the driver's and the context's.
+CONTEXT_BYTES = 483 * 2**20
+# NCCL's channel buffers and kernels: measured differences between one and several ranks lie near this.
+COLLECTIVE_BYTES = 300 * 2**20
+
+
+@cache
+def load() -> Constants:
+    """Return the shipped constants."""
+    return Constants(**_file()["values"])
+
+
+@cache
+def about() -> dict[str, Any]:
+    """Return what the fit stands on: rows, sources, errors in cross-validation."""
+    return _file().get("about", {})
+
+
+def _file() -> dict[str, Any]:
+    path = resources.files("tercet.planner") / "constants.toml"
+    if not path.is_file():
+        return {"values": {}}
+    return tomllib.loads(path.read_text(encoding="utf-8"))

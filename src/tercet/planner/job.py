@@ -1,0 +1,131 @@
+"""Job: all that a training step's cost depends on, whoever's program runs it.
+
+A Strategy of ours becomes a Job in `of_strategy`; a published measurement becomes one in `published.py`. Ledger
+and clock know Jobs only, so what is fitted to other people's runs is the same arithmetic that predicts ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tercet.planner.counts import Counts
+from tercet.spec.strategy import Strategy, Work
+
+# How the elementwise part of a layer is run; decides bytes moved, bytes kept and kernels launched.
+#   eager     one kernel per operation as transformers writes them, norms through fp32 copies
+#   native    tercet's own modules without torch.compile: same kernels, but norm and gate keep their inputs only
+#   compiled  torch.compile per block: elementwise chains fused
+#   fused     hand-written kernels (Triton, Transformer Engine, CUDA)
+Kernels = Literal["eager", "native", "compiled", "fused"]
+Loss = Literal["full", "chunked", "fused"]
+OFFLOADS = ("optimizer", "weights", "gradients", "activations")
+
+
+@dataclass(frozen=True)
+class Job:
+    ranks: int
+    micro_batch: int
+    sequence: int
+    accumulation: int = 1
+    zero: int = 0
+    # Bytes per trained parameter.
+    weight_bytes: float = 2
+    master_bytes: float = 0
+    gradient_bytes: float = 4
+    state_bytes: float = 8
+    activation_bytes: int = 2
+    matmul: str = "bf16"  # key of Gpu.flops; fp32 on the CPU
+    # Adapter: None trains everything. `frozen_bytes` per parameter of the base, 0.5 + scales for nf4.
+    adapter_rank: int | None = None
+    adapter_targets: tuple[str, ...] = ()
+    frozen_bytes: float = 2
+    outer_frozen_bytes: float = 2  # embedding and head of a frozen base: PEFT holds them in fp32 for nf4
+    quantized: bool = False
+    recompute: str = "none"  # none, selective, full
+    kernels: Kernels = "native"
+    loss: Loss = "fused"
+    offload: frozenset[str] = frozenset()
+    reduce_every_micro_batch: bool = False
+    step_in_backward: bool = False
+    packed_attention: bool = True  # flash: the causal half only
+    graphs: bool = False  # CUDA graphs: launches cost nothing
+    transport: Literal["collective", "copies", "round-robin"] = "collective"
+    expert: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
+    idle_share: float = 0.0  # places of the last micro-batches that hold no row
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of rows that count, of one optimizer step over all ranks."""
+        return self.tokens * self.accumulation * self.ranks / (self.pipeline * self.tensor) * (1 - self.idle_share)
+
+    @property
+    def shards(self) -> int:
+        return self.ranks // (self.pipeline * self.tensor)
+
+    def trained_parameters(self, counts: Counts) -> float:
+        """Return the parameters that get gradients."""
+        if self.adapter_rank is None:
+            return counts.parameters
+        return adapter_parameters(counts, self.adapter_rank, self.adapter_targets)
+
+
+def adapter_parameters(counts: Counts, rank: int, targets: tuple[str, ...]) -> float:
+    """Return LoRA's parameters: rank * (inner + outer) for each adapted matrix (arXiv 2106.09685)."""
+    return sum(
+        rank * (m.inner + m.outer) * m.groups * kind.count
+        for kind in counts.kinds
+        for m in kind.matmuls
+        if adapted(m.name, targets)
+    )
+
+
+def adapted(name: str, targets: tuple[str, ...]) -> bool:
+    return any(name == t or name.startswith(f"{t}_") for t in targets)
+
+
+def of_strategy(strategy: Strategy, work: Work) -> Job:
+    """Return the Job that the native engine makes of a strategy (twin: engine/native.py)."""
+    wide = work.precision == "fp32"
+    offload = {
+        what
+        for what, where in (
+            ("optimizer", strategy.offload_optimizer),
+            ("weights", strategy.offload_weights),
+            ("activations", strategy.offload_activations),
+        )
+        if where != "none"
+    }
+    accumulation = strategy.accumulation(work.batch_sequences)
+    places = accumulation * strategy.ranks * strategy.micro_batch
+    return Job(
+        ranks=strategy.ranks,
+        micro_batch=strategy.micro_batch,
+        sequence=work.sequence_tokens,
+        accumulation=accumulation,
+        zero=strategy.zero,
+        weight_bytes=4 if wide else 2,
+        master_bytes=0 if wide else 4,
+        gradient_bytes=4,
+        state_bytes=8,
+        activation_bytes=4 if wide else 2,
+        matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
+        recompute=strategy.recompute,
+        kernels="compiled" if strategy.compile else "native",
+        loss="fused",
+        offload=frozenset(offload),
+        reduce_every_micro_batch=strategy.reduce_gradients == "every_micro_batch" and strategy.zero >= 2,
+        expert=strategy.expert,
+        pipeline=strategy.pipeline,
+        tensor=strategy.tensor,
+        flat_buffers=strategy.zero == 0 or strategy.ranks == 1,
+        idle_share=1 - work.batch_sequences / places,
+    )

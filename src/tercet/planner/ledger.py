@@ -1,0 +1,267 @@
+"""Bytes per rank, by row and moment. Formulas and their sources: docs/concepts/planner.md.
+
+Rows on the card: weights, master, gradients, optimizer, activations, logits, buffers, reserve. On the host:
+states, pinned, inputs, loading. On disk: checkpoint, export. The first four are exact for the native engine
+(tests/twins hold them to engine.memory()); the others are estimates, and logits and buffers upper bounds.
+"""
+
+from __future__ import annotations
+
+from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
+from tercet.planner.counts import Counts, LayerKind
+from tercet.planner.job import Job, adapted, of_strategy
+from tercet.spec.blocks.cost import Kept
+from tercet.spec.model import Model
+from tercet.spec.strategy import Strategy, Work
+
+CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+HOST_ROWS = ("states", "pinned", "inputs", "loading")
+CHUNK_TOKENS = 1024  # twin of model/objective.py: tokens whose logits exist at once
+STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
+
+# A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
+# of torch 2.13. It counts where ranks live in host memory.
+PROCESS_BYTES = 450 * 10**6
+
+Rows = dict[str, int]
+
+
+def ledger_for(
+    model: Model | Counts, strategy: Strategy, work: Work, rank: int = 0, on_gpu: bool = False
+) -> dict[str, Rows]:
+    """Return {"between_steps": rows, "peak": rows} of one rank under the native engine, in bytes."""
+    counts = model if isinstance(model, Counts) else Counts(model)
+    job = of_strategy(strategy, work)
+    return moments(counts, job, load(), rank, on_gpu)
+
+
+def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, Rows]:
+    held = states(counts, job, rank)
+    peak = dict(held["peak"])
+    peak.update(working(counts, job, constants))
+    between = {**held["between_steps"], "activations": 0, "logits": 0, "buffers": 0}
+    for rows in (between, peak):
+        rows["reserve"] = reserve(rows, job, constants, on_gpu)
+    return {name: {row: int(rows[row]) for row in CARD_ROWS} for name, rows in (("between_steps", between), ("peak", peak))}
+
+
+def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
+    """Return weights, master, gradients and optimizer at both moments; exact for the native engine.
+
+    zero 0: everything whole; gradients are one flat fp32 buffer for the engine's life. zero 1 to 3: parameters
+    (fp32) are stored padded to the first rank's rows; AdamW's two moments follow the rows really held. Between
+    steps only shards remain. At the peak zero 1 and 2 still hold the gathered weights, zero 1 and
+    once-per-step reduction the whole gradients.
+    """
+    if job.adapter_rank is not None:
+        return _adapter_states(counts, job)
+    whole, tensors = counts.parameters, counts.tensor_count
+    host = job.offload
+    if job.zero == 0 or job.shards == 1:
+        rows = {
+            "weights": 0 if "weights" in host else job.weight_bytes * whole,
+            "master": 0 if host & {"optimizer", "weights"} else job.master_bytes * whole,
+            "gradients": 0 if job.step_in_backward or "gradients" in host else job.gradient_bytes * whole,
+            "optimizer": 0 if "optimizer" in host else job.state_bytes * whole + STEP_SCALAR * tensors,
+        }
+        between = dict(rows) if job.flat_buffers else {**rows, "gradients": 0}
+        return {"between_steps": between, "peak": rows}
+    padded, own = counts.padded(job.shards), counts.chunk(job.shards, rank)
+    sharded_weights = "master" if job.master_bytes else "weights"
+    stored = (job.master_bytes or job.weight_bytes) * padded
+    between = {"weights": 0.0, "master": 0.0, "gradients": 0.0}
+    between[sharded_weights] = 0 if host & {"optimizer", "weights"} else stored
+    between["optimizer"] = 0 if "optimizer" in host else job.state_bytes * own + STEP_SCALAR * tensors
+    peak = dict(between)
+    if job.zero < 3:
+        if job.master_bytes:
+            peak["weights"] = job.weight_bytes * whole
+        else:
+            peak["weights"] += job.weight_bytes * whole
+    keeps_whole = job.zero == 1 or (job.accumulation > 1 and not job.reduce_every_micro_batch)
+    peak["gradients"] = job.gradient_bytes * (whole if keeps_whole else padded)
+    if "gradients" in host:
+        peak["gradients"] = 0
+    return {"between_steps": between, "peak": peak}
+
+
+def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
+    trained = job.trained_parameters(counts)
+    inside = counts.parameters - counts.outside_parameters
+    parts = job.shards if job.zero == 3 else 1
+    base = (job.frozen_bytes * inside + job.outer_frozen_bytes * counts.outside_parameters) / parts
+    if "weights" in job.offload:
+        base = 0
+    rows = {
+        "weights": base + job.weight_bytes * trained / parts,
+        "master": job.master_bytes * trained / parts,
+        "gradients": job.gradient_bytes * trained / parts,
+        "optimizer": job.state_bytes * trained / (job.shards if job.zero else 1),
+    }
+    return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
+
+
+# ------------------------------------------------------------------------------------------------ what work needs
+
+
+def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
+    """Return activations, logits and buffers at their highest: when backward begins."""
+    scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
+    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
+    kept /= job.tensor * job.pipeline
+    if job.pipeline > 1:
+        kept *= min(job.pipeline, job.accumulation)  # 1F1B keeps as many micro-batches as stages (arXiv 2104.04473)
+    if "activations" in job.offload and job.recompute == "full":
+        kept = min(kept, 2 * job.tokens * counts.model.width * job.activation_bytes)
+    ends = 3 * job.tokens * counts.model.width * job.activation_bytes  # embedding's row, final norm's in and out
+    logits = logit_bytes(counts, job, constants)
+    one = max(_one_layer(counts, k, job) for k in counts.kinds) * job.tokens * scale / job.tensor
+    return {
+        "activations": kept + ends,
+        "logits": logits,
+        # The layer being computed uses the room that the logits have left by then.
+        "buffers": max(0.0, one - logits) + gather_buffers(counts, job),
+    }
+
+
+def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str) -> float:
+    """Return what a layer keeps per token between forward and backward."""
+    width, size = counts.model.width, job.activation_bytes
+    attention, feedforward = kind.kept
+    if recompute == "full":
+        return width * size  # the layer's input
+    if recompute == "selective":
+        # Results of matmuls and attention are kept; norms, rotations and gates are computed again.
+        return (2 * width + attention.outputs + feedforward.outputs) * size + 4 * attention.stats
+    if job.adapter_rank is None:
+        inputs = (attention.inputs + feedforward.inputs) * size
+        products = (attention.products + feedforward.products) * size
+    else:
+        inputs, products = _adapter_kept(kind, attention, feedforward, job)
+    outputs = (attention.outputs + feedforward.outputs) * size
+    stats = 4 * (attention.stats + feedforward.stats)
+    if job.kernels == "eager":
+        # transformers' RMSNorm keeps x in fp32 and the normed row besides the weighted one; silu(gate) is kept.
+        return inputs + outputs + products + stats + 2 * (4 + size) * width + feedforward.products * size
+    return inputs + outputs + products + stats + 2 * (size * width + 4)
+
+
+def _adapter_kept(kind: LayerKind, attention: Kept, feedforward: Kept, job: Job) -> tuple[float, float]:
+    """A frozen matmul needs only its weight in backward; an adapted one keeps its input, in fp32 for A."""
+    names = [m.name for m in kind.matmuls if adapted(m.name, job.adapter_targets)]
+    size = job.activation_bytes + (4 if job.kernels == "eager" else 0)
+    inputs = attention.inputs * size if any(n[0] in "qkv" for n in names) else 0
+    inputs += feedforward.inputs * size if any(n.startswith(("gate", "up")) for n in names) else 0
+    products = feedforward.products * size if any(n.startswith("down") for n in names) else 0
+    return inputs, products
+
+
+def _one_layer(counts: Counts, kind: LayerKind, job: Job) -> float:
+    """Return bytes per token that exist only while one layer runs backward."""
+    size, width = job.activation_bytes, counts.model.width
+    again = 0.0 if job.recompute == "none" else layer_bytes(counts, kind, job, "none")
+    gradients = (2 * width + kind.kept[1].outputs + 2 * kind.kept[1].products) * size
+    norms = 3 * 4 * width  # fp32 copies inside a norm's backward
+    return again + max(gradients, norms)
+
+
+def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
+    """Return the loss's workspace: logits of one chunk, and the head's weight gradient where it is made."""
+    vocabulary, size = counts.model.vocabulary, job.activation_bytes
+    if job.loss == "full":
+        return job.tokens * vocabulary * constants.full_logits_bytes
+    if job.loss == "chunked":  # all logits and their gradient in bf16, one chunk of eight in fp32
+        return job.tokens * vocabulary * (2 * size + 12 / 8)
+    chunk = min(job.tokens, CHUNK_TOKENS) * vocabulary
+    if job.kernels == "fused":
+        return chunk * size
+    if job.adapter_rank is not None:
+        return chunk * (4 + 2 * size)
+    head = counts.head_parameters
+    # Forward: fp32 sum of the weight's gradient, a chunk's product for it, logits in two formats and their
+    # gradient. Backward: the sum, its multiple, and the multiple in the working format.
+    extra = size if size != 4 else 0
+    return max((4 + size) * head + chunk * (4 + 2 * size), (8 + extra) * head)
+
+
+def gather_buffers(counts: Counts, job: Job) -> float:
+    """Return room for gathered weights and for gradients on their way into shards."""
+    if job.shards == 1:
+        if "weights" in job.offload:  # two layers come and go
+            return 2 * job.weight_bytes * counts.largest_layer + job.weight_bytes * counts.head_parameters
+        return 0.0
+    largest, outside = counts.largest_layer, counts.outside_parameters
+    if job.adapter_rank is not None:
+        if job.zero < 3:
+            return 0.0
+        return 2 * job.frozen_bytes * largest + job.outer_frozen_bytes * outside
+    if job.zero == 0:
+        return 0.0 if job.flat_buffers else job.gradient_bytes * counts.parameters  # DDP's buckets
+    # One layer's gradient before and after its change to the reduction's format.
+    reduced = (job.weight_bytes + job.gradient_bytes) * max(largest, counts.head_parameters)
+    gathered = job.weight_bytes * (2 * largest + outside) if job.zero == 3 else 0
+    return reduced + gathered
+
+
+def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool) -> float:
+    """Return what is neither ours nor free: the allocator's unused pieces, the driver's context, NCCL."""
+    if not on_gpu:
+        return PROCESS_BYTES
+    allocated = sum(v for k, v in rows.items() if k != "reserve")
+    return constants.reserve_share * allocated + CONTEXT_BYTES + (COLLECTIVE_BYTES if job.ranks > 1 else 0)
+
+
+# ----------------------------------------------------------------------------------------- phases, host and disk
+
+
+def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, int]:
+    """Return the bytes of one rank in each phase of a run; the largest is what must fit."""
+    both = moments(counts, job, constants, rank, on_gpu)
+    between, peak = (sum(both[m].values()) for m in ("between_steps", "peak"))
+    tensor = 4 * counts.largest_tensor  # load and save stream tensor by tensor
+    forward = 4 * job.tokens * counts.model.width * job.activation_bytes + min(
+        job.tokens, CHUNK_TOKENS
+    ) * counts.model.vocabulary * (4 + job.activation_bytes)
+    gathered = both["peak"]["weights"] - both["between_steps"]["weights"] if job.zero in (1, 2) else 0
+    return {
+        "load": int(between + tensor),
+        "backward": int(peak),
+        "step": int(between + both["peak"]["gradients"] - both["between_steps"]["gradients"]),
+        "evaluation": int(between + forward + gathered + (gather_buffers(counts, job) if job.zero == 3 else 0)),
+        "save": int(between + tensor),
+        "resume": int(between + tensor),
+    }
+
+
+def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
+    """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading."""
+    trained = job.trained_parameters(counts)
+    states = 0.0
+    if "optimizer" in job.offload:
+        states += (max(job.master_bytes, 4) + job.state_bytes) * trained
+    if "weights" in job.offload:
+        states += (
+            job.frozen_bytes * (counts.parameters - counts.outside_parameters)
+            + job.outer_frozen_bytes * counts.outside_parameters
+            if job.adapter_rank is not None
+            else job.weight_bytes * trained
+        )
+    if "gradients" in job.offload or "optimizer" in job.offload:
+        states += job.gradient_bytes * trained if job.adapter_rank is None else 0
+    residuals = 0.0
+    if "activations" in job.offload:
+        residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
+    # PyTorch rounds a pinned block up to a power of two: between nothing and as much again; weights that are
+    # fetched must be pinned, so half again is the expected addition.
+    pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals
+    batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
+    loading = 4 * counts.largest_tensor * job.ranks
+    process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
+    return {"states": int(states), "pinned": int(pinned), "inputs": int(batch + process), "loading": int(loading)}
+
+
+def disk_rows(counts: Counts, job: Job, keep: int, model_bytes: float) -> Rows:
+    """Return disk of checkpoints (weights in fp32, two moments; one more while publishing) and of the model."""
+    trained = job.trained_parameters(counts)
+    one = (max(job.master_bytes, job.weight_bytes) + job.state_bytes) * trained
+    return {"checkpoint": int(one * (keep + 1)), "export": int(model_bytes * counts.parameters)}

@@ -1,0 +1,333 @@
+"""Machine: cards, their links, host memory. Numbers come from gpus.toml (each with a source) or from `doctor`.
+
+What is not known is None here and "unknown" to the user; nothing is guessed from a similar card.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tercet.errors import InputError, nearest
+from tercet.units import parse_bytes
+
+GIB = 2**30
+
+# PyTorch sees 98.0 % (RTX 5090) to 98.9 % (H100) of a card's nominal memory: the driver keeps the rest. The
+# five cards with a reported figure stand in gpus.toml as usable_gib; the others take the lowest share of those.
+USABLE_SHARE = 0.980
+
+# Bytes per second that one direction of a slot reaches with pinned memory, per lane, by PCIe generation:
+# 24 GB/s over 16 lanes of generation 4 and 13 over 8 are measured (NCCL's own constant says 24 too); the
+# others scale with the transfer rate of the generation.
+LANE_BYTES_PER_S = {3: 0.75e9, 4: 1.5e9, 5: 3.0e9}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card. `flops` holds dense FLOP/s by number format; a format the card lacks is absent."""
+
+    name: str
+    arch: str
+    compute_capability: float | None
+    memory_bytes: int
+    usable_bytes: int
+    bandwidth: float
+    flops: dict[str, float] = field(hash=False)
+    reached: float | None
+    watts: float | None
+    pcie_generation: int | None
+    pcie_lanes: int | None
+    peer_access: bool
+    nvlink: float | None  # bytes per second, both directions together
+    rent_usd_per_hour: tuple[float, float] | None
+    note: str = ""
+
+    @property
+    def host_link(self) -> float | None:
+        """Bytes per second between card and host, one direction, pinned memory."""
+        return link_bytes_per_s(self.pcie_generation, self.pcie_lanes)
+
+
+def link_bytes_per_s(generation: int | None, lanes: int | None) -> float | None:
+    if generation is None or lanes is None or generation not in LANE_BYTES_PER_S:
+        return None
+    return LANE_BYTES_PER_S[generation] * lanes
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((resources.files("tercet.spec") / "gpus.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """Return name -> card of everything in gpus.toml."""
+    return {name: _gpu(name, block) for name, block in _table().items() if name != "sources"}
+
+
+def _gpu(name: str, block: dict[str, Any]) -> Gpu:
+    def number(key: str) -> Any:
+        return block[key][0] if key in block else None
+
+    memory = number("memory_gib") * GIB
+    usable = number("usable_gib")
+    rent = block.get("rent_usd_per_hour")
+    nvlink = number("nvlink_gbps")
+    formats = ("bf16", "fp16", "fp16_fast", "fp8", "int8")
+    return Gpu(
+        name=name,
+        arch=block["arch"],
+        compute_capability=number("compute_capability"),
+        memory_bytes=memory,
+        usable_bytes=int(usable * GIB if usable else memory * USABLE_SHARE),
+        bandwidth=number("bandwidth_gbps") * 1e9,
+        flops={f: number(f) * 1e12 for f in formats if f in block},
+        reached=number("reached"),
+        watts=number("watts"),
+        pcie_generation=number("pcie_generation"),
+        pcie_lanes=number("pcie_lanes"),
+        peer_access=bool(number("peer_access")),
+        nvlink=nvlink * 1e9 if nvlink else None,
+        rent_usd_per_hour=(rent[0], rent[1]) if rent else None,
+        note=block.get("note", ""),
+    )
+
+
+def _words(name: str) -> set[str]:
+    text = re.sub(r"nvidia|geforce|\(r\)|\(tm\)", " ", name.lower())
+    text = re.sub(r"(\d+)\s*(?:gb|gib)\b", r"\1gb", text).replace("pci-e", "pcie").replace("-", " ")
+    text = re.sub(r"sxm\d|hbm3\b", "sxm", text)  # drivers say "A100-SXM4-80GB" and "H100 80GB HBM3"
+    return set(re.findall(r"[a-z0-9]+", text)) - {"gpu", "generation", "edition", "workstation"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a card by name: "RTX 4090", "4090", "a100 sxm 80gb", "NVIDIA GeForce RTX 4090".
+
+    Raises InputError with the nearest names for an unknown card, or with the candidates for an ambiguous one.
+    """
+    wanted = _words(name)
+    joined = "".join(re.findall(r"[a-z0-9]+", name.lower()))
+    for card in gpus().values():
+        if card.name.lower() == name.strip().lower():
+            return card
+    fits = [c for c in gpus().values() if wanted and wanted <= _words(c.name)]
+    if not fits:  # rtx4090, a100-80gb: words run together, or part of them
+        fits = [
+            c for c in gpus().values() if joined == "".join(re.findall(r"[a-z0-9]+", c.name.lower()))
+            or joined.removeprefix("rtx") == "".join(sorted(_words(c.name) - {"rtx"}, key=c.name.lower().find))
+        ]  # fmt: skip
+    if len(fits) > 1:
+        # "4090" means the card of exactly that name, not a variant with more words; words like RTX do not count.
+        least = min(len(_words(c.name) - wanted - {"rtx"}) for c in fits)
+        closest = [c for c in fits if len(_words(c.name) - wanted - {"rtx"}) == least]
+        if len(closest) == 1 and least == 0:
+            return closest[0]
+        raise InputError(f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them.")
+    if fits:
+        return fits[0]
+    short = {re.sub(r"^RTX ", "", n): n for n in gpus()}
+    hint = nearest(name, [*gpus(), *short])
+    raise InputError(
+        f"no data for a card {name!r}{hint}",
+        f"Known: {', '.join(gpus())}. Another card: run `tercet doctor` on the machine that has it.",
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`ranks` equal workers: cards, or processes on the CPU when `card` is None.
+
+    host_bytes None means unknown: shown as a need, never refused. `measured` holds what `tercet doctor` found
+    (see probe), in bytes and FLOP per second, under the names of `MEASURED`.
+    """
+
+    ranks: int
+    card: Gpu | None
+    lanes: tuple[int, ...] | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    peer_access: bool | None = None
+    measured: dict[str, float] = field(default_factory=dict, hash=False)
+    measured_at: str | None = None
+    name: str = ""
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.card is None else "gpu"
+
+    @property
+    def worker_bytes(self) -> int | None:
+        """Memory that one rank may fill: the card's usable part, or an equal part of the host's."""
+        if self.card is not None:
+            return self.card.usable_bytes
+        return None if self.host_bytes is None else self.host_bytes // self.ranks
+
+    @property
+    def nvlink(self) -> bool:
+        # The bridge of GeForce and workstation cards joins two; only data-centre boards join all.
+        return self.card is not None and self.card.nvlink is not None and (
+            self.ranks <= 2 and self.card.nvlink < 200e9 or self.card.nvlink >= 200e9
+        )  # fmt: skip
+
+    @property
+    def peers(self) -> bool:
+        """Whether cards reach each other's memory without passing through the host's."""
+        if self.card is None:
+            return False
+        return self.card.peer_access if self.peer_access is None else self.peer_access
+
+    def host_links(self) -> tuple[float | None, ...]:
+        """Return each card's bytes per second to the host."""
+        if self.card is None:
+            return (None,) * self.ranks
+        if "host_to_card" in self.measured and self.lanes is None:
+            return (self.measured["host_to_card"],) * self.ranks
+        lanes = self.lanes or (self.card.pcie_lanes,) * self.ranks
+        return tuple(link_bytes_per_s(self.card.pcie_generation, n) for n in lanes)
+
+    def with_ranks(self, ranks: int) -> Machine:
+        return replace(self, ranks=ranks, lanes=self.lanes[:ranks] if self.lanes else None)
+
+    def describe(self) -> str:
+        if self.card is None:
+            return f"{self.ranks} CPU process{'es' if self.ranks > 1 else ''}"
+        return f"{self.ranks}x {self.card.name}"
+
+
+# What the machine file may hold, in bytes/s, FLOP/s or parameters/s.
+MEASURED = ("matmul_fp32", "matmul_bf16", "memory", "host_to_card", "all_reduce", "all_gather", "reduce_scatter",
+            "collective_latency", "cpu_adam", "disk_write")  # fmt: skip
+
+
+def parse_gpus(text: str) -> tuple[int, Gpu]:
+    """Read "3x4090", "2 x RTX 3090", "4090" (one) into (count, card). Raises InputError."""
+    match = re.match(r"^\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)\s*$", text)
+    if not match:
+        raise InputError(f"--gpus {text!r} names no card", "For example: --gpus 3x4090")
+    count = int(match[1] or 1)
+    if not 1 <= count <= 1024:
+        raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to 1024")
+    return count, find_gpu(match[2])
+
+
+def parse_links(text: str, count: int) -> tuple[int, ...]:
+    """Read "x16,x8,x4" (one for all, or one per card) into lanes per card. Raises InputError."""
+    lanes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*[x×]?(\d+)\s*", part.lower())
+        if not match or int(match[1]) not in (1, 2, 4, 8, 16):
+            raise InputError(f"--links {text!r}: {part.strip()!r} is not x1, x2, x4, x8 or x16")
+        lanes.append(int(match[1]))
+    if len(lanes) == 1:
+        lanes *= count
+    if len(lanes) != count:
+        raise InputError(f"--links {text!r} names {len(lanes)} cards, --gpus names {count}")
+    return tuple(lanes)
+
+
+def machine_of(
+    gpus: str | None = None, host_ram: str | int | None = None, links: str | None = None, ranks: int | None = None
+) -> Machine:
+    """Return the machine that the user describes, or this one when `gpus` is None.
+
+    Raises InputError for an unknown card, for links that do not match, and for a size that is no size.
+    """
+    try:
+        host = parse_bytes(host_ram) if isinstance(host_ram, str) else host_ram
+    except ValueError as error:
+        raise InputError(f"--host-ram: {error}", "For example: --host-ram 128GB") from None
+    if gpus is None:
+        found = this_machine(ranks)
+        if links is not None:
+            if found.card is None:
+                raise InputError("--links describes cards, and this machine has none", "Name them: --gpus 3x4090")
+            found = replace(found, lanes=parse_links(links, found.ranks))
+        return replace(found, host_bytes=host) if host is not None else found
+    count, card = parse_gpus(gpus)
+    if ranks is not None and ranks > count:
+        raise InputError(f"--ranks {ranks} exceeds the {count} cards of --gpus {gpus}")
+    lanes = parse_links(links, count) if links else None
+    machine = Machine(ranks=count, card=card, lanes=lanes, host_bytes=host, name=f"{count}x {card.name}")
+    return machine.with_ranks(ranks) if ranks else machine
+
+
+def machine_file() -> Path:
+    """Return where `tercet doctor` writes what it measured: the user's configuration folder."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # the desktop standard, not a setting of ours
+    return Path(base) / "tercet" / "machine.json"
+
+
+def read_machine_file(path: Path | None = None) -> dict[str, Any] | None:
+    """Return the machine file's content, or None when there is none. Raises InputError when it is broken."""
+    path = path or machine_file()
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again.") from None
+
+
+def detect_gpus() -> list[dict[str, str]]:
+    """Ask nvidia-smi which cards are here; [] when there is none. Loads no torch."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.current,driver_version,power.limit"
+    try:
+        run = subprocess.run(
+            [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines() if line.strip()]
+    return [dict(zip(query.split(","), row, strict=False)) for row in rows]
+
+
+DEFAULT_CPU_RANKS = 3  # as many as the cards that this project is about
+
+
+def this_machine(ranks: int | None = None) -> Machine:
+    """Return the machine we are on: its cards if nvidia-smi names any, else processes on the CPU."""
+    import psutil
+
+    memory = psutil.virtual_memory().total
+    content = read_machine_file() or {}
+    measured = {k: float(v) for k, v in content.get("measured", {}).items() if k in MEASURED}
+    at = content.get("measured_at")
+    cards = detect_gpus()
+    if not cards:
+        return Machine(
+            ranks=ranks or DEFAULT_CPU_RANKS, card=None, host_bytes=memory, name="this machine (CPU)",
+            measured=measured if content.get("kind") == "cpu" else {}, measured_at=at,
+        )  # fmt: skip
+    count = min(ranks or len(cards), len(cards))
+    lanes = tuple(int(c["pcie.link.width.current"]) for c in cards if c["pcie.link.width.current"].isdigit())
+    try:
+        card = find_gpu(cards[0]["name"])
+    except InputError:
+        if "card" not in content:
+            raise
+        card = _gpu(cards[0]["name"], content["card"])  # a card that doctor has measured here
+    return Machine(
+        ranks=count,
+        card=card,
+        lanes=lanes[:count] if len(lanes) == len(cards) else None,
+        host_bytes=memory,
+        peer_access=content.get("peer_access"),
+        measured=measured if content.get("kind") == "gpu" else {},
+        measured_at=at,
+        name="this machine",
+    )
