@@ -1,0 +1,108 @@
+"""The Engine: seven verbs between the loop and the machinery. The only place that picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tercet.parallel.world import World
+    from tercet.spec.model import Model
+    from tercet.spec.recipe import OptimSection
+    from tercet.spec.strategy import Strategy
+
+
+class MicroBatch(Protocol):
+    """Rows that are computed at once (data/loader.py's Batch): tensors of shape (rows, tokens) on the CPU."""
+
+    input_ids: Tensor
+    labels: Tensor  # shifted; -100 is not trained
+    positions: Tensor
+    documents: Tensor  # int32 borders over the flattened tokens
+    rows: list[int]  # global sample numbers; -1 holds no row
+
+    @property
+    def trained_tokens(self) -> int: ...
+
+    def to(self, device: Any) -> MicroBatch: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss` is the mean over all trained tokens of the step on all ranks; `grad_norm` that of the whole model.
+
+    `updated` is False when loss or norm was not finite: then nothing has changed on any rank.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    updated: bool = True
+
+
+class SaveHandle(Protocol):
+    """A save that may still be running. Every rank holds its own."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> dict[str, Any]:
+        """Return {file name: {"bytes", "blake2b"}} of what this rank wrote; raises what the writing raised."""
+        ...
+
+
+class Engine(Protocol):
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
+        ...
+
+    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
+        """Return (summed loss, trained tokens) of this rank's batch. Every rank calls it equally often."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        """Return up to n ids after each prompt, greedily. Every rank calls it with the same prompts."""
+        ...
+
+    def save(self, folder: Path) -> SaveHandle:
+        """Write this rank's part of weights and optimizer state into an existing folder."""
+        ...
+
+    def load(self, folder: Path) -> list[str]:
+        """Restore weights and optimizer state from a complete checkpoint; return what was restored."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole fp32 tensor), one at a time. Every rank must run through all of them."""
+        ...
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return {"between_steps" | "peak": {ledger row: bytes held by this rank}}, from the tensors themselves."""
+        ...
+
+
+def open_engine(
+    spec: Model,
+    strategy: Strategy,
+    optim: OptimSection,
+    precision: str,
+    world: World,
+    *,
+    seed: int,
+    weights: Any = None,
+    vocabulary: int | None = None,
+    stop_ids: Sequence[int] = (),
+) -> Engine:
+    """Return the engine that the strategy names, with weights in place.
+
+    `weights` is a callable name -> CPU tensor (stored weights); None starts from random ones by `seed`.
+    `vocabulary` is the tokenizer's size, `stop_ids` end a generated text.
+    """
+    from tercet.engine.native import NativeEngine
+
+    return NativeEngine(
+        spec, strategy, optim, precision, world, seed=seed, weights=weights, vocabulary=vocabulary, stop_ids=stop_ids
+    )

@@ -1,0 +1,254 @@
+"""The native engine: PyTorch, one process or many. Order of what is applied: recompute -> shard -> compile."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tercet.engine import MicroBatch, StepResult
+from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
+from tercet.engine.shards import Provider, Reader, Save, on_cpu
+from tercet.errors import InputError
+from tercet.model.decode import generate
+from tercet.model.decoder import Decoder, initial_tensor
+from tercet.parallel.data import Replicated
+from tercet.parallel.part import chunk_rows
+from tercet.parallel.precision import PRECISIONS
+from tercet.parallel.recompute import recompute_layers
+from tercet.parallel.shard import Sharded, Sharder
+from tercet.parallel.world import World
+from tercet.spec.model import Model
+from tercet.spec.recipe import OptimSection
+from tercet.spec.strategy import Strategy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NativeEngine:
+    """Implements tercet.engine.Engine for zero 0 to 3."""
+
+    def __init__(
+        self,
+        spec: Model,
+        strategy: Strategy,
+        optim: OptimSection,
+        precision: str,
+        world: World,
+        *,
+        seed: int,
+        weights: Provider | None = None,
+        vocabulary: int | None = None,
+        stop_ids: Sequence[int] = (),
+    ):
+        self.spec, self.world, self.seed = spec, world, seed
+        self._clip = math.inf if optim.clip == "none" else optim.clip
+        self._vocabulary = vocabulary or spec.vocabulary
+        self._stop_ids = tuple(stop_ids)
+        self._precision = PRECISIONS[precision]
+        self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
+        self._peak: dict[str, int] = {}
+        self.layout = self._build(strategy, weights)
+        self.module = self.layout.module
+        self.optimizer = build_optimizer(self.layout.parts, optim)
+        self._make_moments()
+
+    # ------------------------------------------------------------------------------------------------ building
+
+    def _build(self, strategy: Strategy, weights: Provider | None) -> Replicated | Sharded:
+        """Build on meta, then allocate and fill piece by piece: a sharded model is never whole on one rank."""
+        with torch.device("meta"):
+            module = Decoder(self.spec)
+        kinds = {t.name: t for t in self.spec.tensors()}
+
+        def fill(piece: torch.nn.Module, prefix: str) -> None:
+            for name, parameter in list(piece.named_parameters()):
+                if not parameter.is_meta:
+                    continue  # sharded already
+                t = kinds[prefix + name]
+                if weights is None:
+                    value = initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
+                else:
+                    value = weights(t.name).to(torch.float32)
+                owner, _, attribute = name.rpartition(".")
+                value = torch.nn.Parameter(value.to(self.world.device))
+                setattr(piece.get_submodule(owner), attribute, value)
+
+        sharder = Sharder(self.world, self._precision, strategy) if strategy.zero and self.world.size > 1 else None
+        for name, layer in module.model.layers.items():
+            fill(layer, f"model.layers.{name}.")
+            if sharder is not None:
+                sharder.shard(layer)
+            if strategy.compile:
+                layer.compile(dynamic=False)
+        fill(module, "")
+        if sharder is not None:
+            sharder.shard(module)
+            layout = Sharded(module, self.spec, self.world, self._precision, strategy)
+        else:
+            layout = Replicated(module, self.spec, self.world, self._precision)
+        recompute_layers(module, strategy.recompute)
+        return layout
+
+    def _make_moments(self) -> None:
+        """Allocate the moments now, not at the first step: what is held is then the same at every moment."""
+        for part in self.layout.parts:
+            state = self.optimizer.state[part.value]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=part.value.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(part.value)
+
+    # ------------------------------------------------------------------------------------------------ the verbs
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        layout, world = self.layout, self.world
+        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)])).item())
+        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        layout.begin_step()
+        self.module.train()
+        for n, batch in enumerate(micro_batches):
+            last = n == len(micro_batches) - 1
+            layout.begin_micro_batch(last)
+            self._seed_random_numbers(n)
+            loss = self._loss(batch.to(world.device))
+            if last:
+                self._note_peak()
+            # Divided by the step's global token count: any split into micro-batches and ranks gives the same sum.
+            (loss / max(tokens, 1)).backward()
+            loss_sum += loss.detach()
+        layout.finish_gradients()
+        self._note_peak()
+        result = self._update(loss_sum, tokens, lr)
+        layout.end_step()
+        self.steps_done += 1
+        return result
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        return self.module(
+            batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels
+        )
+
+    def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
+        """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
+        parts = self.layout.parts
+        squares = square_sum(parts) if parts else torch.zeros((), dtype=torch.float64)
+        if self.layout.square_sum_is_global() and self.world.rank > 0:
+            squares = torch.zeros_like(squares)  # equal on all ranks: count it once
+        sums = self.world.sum(torch.stack((loss_sum.cpu(), squares)))
+        loss, norm = sums[0].item() / max(tokens, 1), sums[1].sqrt().item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return StepResult(loss, norm, tokens, updated=False)
+        if norm > self._clip:
+            scale_gradients(parts, self._clip / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.layout.after_update()
+        return StepResult(loss, norm, tokens)
+
+    def _seed_random_numbers(self, micro_step: int) -> None:
+        """Random numbers follow from (seed, step, rank, micro-step): nothing to save, nothing to restore."""
+        key = f"{self.seed}:{self.steps_done}:{self.world.rank}:{micro_step}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1)
+
+    @torch.no_grad()
+    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
+        self.module.eval()
+        loss = self._loss(batch.to(self.world.device))
+        self.layout.end_evaluation()
+        return loss.item(), batch.trained_tokens
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        self.module.eval()
+        texts = [
+            generate(
+                self.module, len(self.spec.layers), prompt, n, vocabulary=self._vocabulary, device=self.world.device,
+                stop=self._stop_ids, fixed_length=self.world.size > 1,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        self.layout.end_evaluation()
+        return texts
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.layout.weights()
+
+    # -------------------------------------------------------------------------------------------- saved state
+
+    def _saved_rows(self) -> list[tuple[str, Tensor, int]]:
+        """Return (key, rows, first row) that this rank writes: a replica writes its chunk, so each row is written once."""
+        found = []
+        for part in self.layout.parts:
+            rows = part.description.shape[0]
+            begin, end = chunk_rows(rows, self.world.size, self.world.rank)
+            if begin == end:
+                continue
+            cut = slice(begin - part.begin, end - part.begin)
+            state = self.optimizer.state[part.value]
+            found.append((f"weights/{part.name}", part.value[cut], begin))
+            found += [(f"{m}/{part.name}", state[m][cut], begin) for m in MOMENTS]
+        return found
+
+    def save_bytes(self) -> int:
+        """Return the bytes that this rank writes in a save."""
+        return sum(tensor.nbytes for _, tensor, _ in self._saved_rows())
+
+    def save(self, folder: Path) -> Save:
+        # From a card the copy to the host is taken now and written behind the next steps. On the CPU a copy would
+        # cost what it saves, so the file is written at once.
+        rows = self._saved_rows()
+        tensors = {key: on_cpu(tensor) for key, tensor, _ in rows}
+        begins = {key.partition("/")[2]: begin for key, _, begin in rows}
+        path = folder / f"rank-{self.world.rank}.safetensors"
+        return Save(path, tensors, begins, background=self.world.device.type != "cpu")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> list[str]:
+        reader = Reader(folder)
+        wanted = {f"{what}/{t.name}" for t in self.spec.tensors() for what in ("weights", *MOMENTS)}
+        if reader.keys() != wanted:
+            missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
+            raise InputError(
+                f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
+                "Resume with the recipe of that run.",
+            )
+        for part in self.layout.parts:
+            reader.read_into(f"weights/{part.name}", part.begin, part.value)
+            for moment in MOMENTS:
+                reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
+        self.layout.after_update()
+        return ["weights", *MOMENTS]
+
+    def set_position(self, steps_done: int, updates: int) -> None:
+        """Continue after `steps_done` steps, of which `updates` changed the weights."""
+        self.steps_done = steps_done
+        for part in self.layout.parts:
+            self.optimizer.state[part.value]["step"].fill_(updates)
+
+    # ------------------------------------------------------------------------------------------------- memory
+
+    def _held_bytes(self) -> dict[str, int]:
+        rows = self.layout.held()
+        rows["optimizer"] = [t for p in self.layout.parts for t in self.optimizer.state[p.value].values()]
+        counted: set[int] = set()
+        result = {}
+        for row, tensors in rows.items():
+            result[row] = 0
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
+                    counted.add(storage.data_ptr())
+                    result[row] += storage.nbytes()
+        return result
+
+    def _note_peak(self) -> None:
+        if self.steps_done < 2:  # every step is alike
+            for row, held in self._held_bytes().items():
+                self._peak[row] = max(held, self._peak.get(row, 0))
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        return {"between_steps": self._held_bytes(), "peak": dict(self._peak)}

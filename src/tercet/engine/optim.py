@@ -1,0 +1,33 @@
+"""Parameter groups from tensor kinds, and the optimizers. Used by every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tercet.parallel.part import Part
+from tercet.spec.recipe import OptimSection
+
+UNDECAYED = frozenset(("norm", "bias"))  # decaying a scale or a shift pulls it to a value that means nothing
+
+
+def build_optimizer(parts: Sequence[Part], optim: OptimSection) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) over the parts' fp32 values."""
+    decayed = [p.value for p in parts if p.description.kind not in UNDECAYED]
+    others = [p.value for p in parts if p.description.kind in UNDECAYED]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+    )
+
+
+def square_sum(parts: Sequence[Part]) -> Tensor:
+    """Return the sum of squares of all gradients, fp64 on the CPU: fp32 norms per tensor, added in fp64."""
+    norms = torch._foreach_norm([p.value.grad for p in parts])
+    return torch.stack(norms).double().square().sum().cpu()
+
+
+def scale_gradients(parts: Sequence[Part], factor: float) -> None:
+    torch._foreach_mul_([p.value.grad for p in parts], factor)

@@ -1,0 +1,125 @@
+"""What an engine writes into a checkpoint: row ranges of every tensor, in safetensors, one file a rank.
+
+File `rank-N.safetensors` holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments
+`exp_avg/NAME`, `exp_avg_sq/NAME`, all fp32; its metadata gives the first row of each. Reading takes any rows from
+whichever files hold them, so another number of ranks or another layout finds what it needs.
+No PyTorch distributed checkpoint here: its metadata file is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tercet.errors import InputError
+
+
+def file_hash(path: Path) -> str:
+    """Return the blake2b hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+
+
+class Save:
+    """One rank's file being written, in a thread of its own when `background`."""
+
+    def __init__(self, path: Path, tensors: dict[str, Tensor], rows: dict[str, int], background: bool):
+        self._path, self._error, self._result = path, None, {}
+        self._tensors, self._rows = tensors, rows
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
+        if self._thread:
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            write_file(self._path, self._tensors, self._rows)
+            size = self._path.stat().st_size
+            self._result = {self._path.name: {"bytes": size, "blake2b": file_hash(self._path)}}
+        except BaseException as error:  # handed to the rank that waits, whatever it is
+            self._error = error
+        finally:
+            self._tensors = {}
+
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> dict[str, Any]:
+        if self._thread:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> None:
+    """Write and sync one file. safetensors reports a full disk as an error of its own: made an OSError here."""
+    metadata = {"format": "pt", "rows": json.dumps(rows)}
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except OSError:
+        raise
+    except Exception as error:
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise OSError(28, os.strerror(28), str(path)) from None
+        raise
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class Reader:
+    """Rows of any tensor of a checkpoint, memory-mapped. Raises InputError that names what is missing."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._pieces: dict[str, list[tuple[int, int, Path]]] = {}
+        for path in sorted(folder.glob("rank-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                rows = json.loads(file.metadata()["rows"])
+                for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    begin = rows[key.partition("/")[2]]
+                    length = file.get_slice(key).get_shape()[0]
+                    self._pieces.setdefault(key, []).append((begin, begin + length, path))
+        if not self._pieces:
+            raise InputError(f"{folder} holds no rank files")
+
+    def keys(self) -> set[str]:
+        return set(self._pieces)
+
+    def read_into(self, key: str, begin: int, target: Tensor) -> None:
+        """Copy rows [begin, begin + len(target)) of `key` into target."""
+        end, have = begin + target.shape[0], 0
+        for first, last, path in self._pieces.get(key, ()):
+            low, high = max(begin, first), min(end, last)
+            if low >= high:
+                continue
+            with safe_open(path, framework="pt") as file:
+                rows = file.get_slice(key)[low - first : high - first]
+            if rows.shape[1:] != target.shape[1:]:
+                raise InputError(
+                    f"{path}: {key} has rows of shape {tuple(rows.shape[1:])}, expected {tuple(target.shape[1:])}",
+                    "The checkpoint is of another model.",
+                )
+            target[low - begin : high - begin].copy_(rows)
+            have += high - low
+        if have != end - begin:
+            raise InputError(f"{self._folder}: {key} is missing rows: {have} of {end - begin} found")
+
+
+Provider = Callable[[str], Tensor]  # parameter name -> whole CPU tensor
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU: itself there, a copy from a card (which the next step may then change)."""
+    return tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu", torch.float32)

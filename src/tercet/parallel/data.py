@@ -1,0 +1,127 @@
+"""Data parallel: every rank holds everything; gradients are summed once per optimizer step. Also the one rank alone.
+
+Gradients live in one flat fp32 buffer that parameters' `.grad` are views of, whatever type the weights have: sums
+over micro-batches and ranks are fp32 sums. The buffer is cut into buckets; each is sent as soon as the last
+micro-batch's backward has filled it, in a fixed order, so communication hides behind the rest of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tercet.parallel.part import Part
+from tercet.parallel.precision import Precision
+from tercet.parallel.world import World
+from tercet.spec.axes.data import buckets
+from tercet.spec.model import Model
+
+
+class Replicated:
+    """Layout of zero 0. Build on a module that holds fp32 values on the device."""
+
+    def __init__(self, module: nn.Module, spec: Model, world: World, precision: Precision):
+        self.module, self.world = module, world
+        self._parameters = dict(module.named_parameters())
+        descriptions = {t.name: t for t in spec.tensors()}
+        self.parts = []
+        for name, parameter in self._parameters.items():
+            value = parameter.detach()
+            if precision.has_master:
+                parameter.data = value.to(precision.compute)
+            self.parts.append(Part(descriptions[name], 0, value.shape[0], value))
+        self._has_master = precision.has_master
+        self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        # Backward fills the head first and the embedding last: the buffer follows, so buckets fill in order.
+        order = list(self._parameters.values())[::-1]
+        self._flat = torch.zeros(sum(p.numel() for p in order), dtype=torch.float32, device=order[0].device)
+        self._buckets = [slice(a, b) for a, b in buckets([p.numel() for p in order])]
+        self._waiting = [0] * len(self._buckets)
+        self._bucket_of: dict[Tensor, int] = {}
+        offset = 0
+        for p in order:
+            view = self._flat[offset : offset + p.numel()].view_as(p)
+            _accumulate_in(p, view)
+            self._bucket_of[p] = next(n for n, b in enumerate(self._buckets) if b.start <= offset < b.stop)
+            offset += p.numel()
+            p.register_post_accumulate_grad_hook(self._filled)
+        self._views = {name: p.grad for name, p in self._parameters.items()}
+        self._sending: list[dist.Work] = []
+        self._next = 0
+        self._last = False
+
+    def begin_step(self) -> None:
+        self._flat.zero_()
+        self._next = 0
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._last = last and self.world.size > 1
+        for n in range(len(self._buckets)):
+            self._waiting[n] = 0
+        for p in self._parameters.values():
+            self._waiting[self._bucket_of[p]] += 1
+
+    def _filled(self, parameter: Tensor) -> None:
+        if self._last:
+            self._waiting[self._bucket_of[parameter]] -= 1
+            self._send_ready(all_of_them=False)
+
+    def _send_ready(self, all_of_them: bool) -> None:
+        # In order only: ranks may fill buckets in different orders, and collectives must not cross.
+        while self._next < len(self._buckets) and (all_of_them or self._waiting[self._next] == 0):
+            self._sending.append(dist.all_reduce(self._flat[self._buckets[self._next]], async_op=True))
+            self._next += 1
+
+    def finish_gradients(self) -> None:
+        """Wait until every part's `value.grad` is the sum over all ranks."""
+        if self.world.size > 1:
+            self._send_ready(all_of_them=True)
+            for work in self._sending:
+                work.wait()
+            self._sending.clear()
+        for part in self.parts:
+            part.value.grad = self._views[part.name]
+
+    def square_sum_is_global(self) -> bool:
+        """Whether a sum over this rank's parts is already the sum over the whole model."""
+        return True
+
+    def after_update(self) -> None:
+        """Bring the updated masters into the weights that compute."""
+        if self._has_master:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._parameters.values()), [p.value for p in self.parts])
+
+    def end_step(self) -> None:
+        """Drop what is not held between steps: nothing here, the gradient buffer stays for the next step."""
+
+    def end_evaluation(self) -> None:
+        """Give back what evaluation gathered: nothing here."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole fp32 parameter)."""
+        for part in self.parts:
+            yield part.name, part.value
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that this rank holds now, by ledger row."""
+        weights = [p.detach() for p in self._parameters.values()]
+        master = [p.value for p in self.parts] if self._has_master else []
+        return {"weights": weights, "master": master, "gradients": [self._flat]}
+
+
+def _accumulate_in(parameter: Tensor, buffer: Tensor) -> None:
+    """Make backward add into the fp32 buffer, whatever type the parameter has."""
+    if parameter.dtype == buffer.dtype:
+        parameter.grad = buffer
+        return
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = buffer.dtype
+        parameter.grad = buffer
+        return
+    raise RuntimeError("bf16 weights with fp32 gradients need torch 2.11 or newer (Tensor.grad_dtype)")

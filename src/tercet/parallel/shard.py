@@ -1,0 +1,133 @@
+"""Sharded data parallel (ZeRO 1, 2, 3; Rajbhandari et al. 2019, arXiv 1910.02054) through PyTorch's FSDP2.
+
+Every parameter is cut along its first dimension, in fp32; what is computed with is gathered from the shards.
+
+| zero | weights gathered | gradients |
+|---|---|---|
+| 1 | once per step, kept through all micro-batches | summed whole on each rank, reduced once per step |
+| 2 | once per step, kept through all micro-batches | reduced to shards after every micro-batch |
+| 3 | layer by layer, forward and backward | reduced to shards after every micro-batch |
+
+`reduce_gradients: once_per_step` makes 2 and 3 treat gradients as 1 does: less communication, more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.tensor import DTensor
+
+from tercet.parallel.part import Part, chunk_rows
+from tercet.parallel.precision import Precision
+from tercet.parallel.world import World
+from tercet.spec.model import Model
+from tercet.spec.strategy import Strategy
+
+
+class Sharder:
+    """Shards a module piece by piece while it is being built, so that no rank ever holds it whole."""
+
+    def __init__(self, world: World, precision: Precision, strategy: Strategy):
+        self.options = {
+            "mesh": init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=precision.compute if precision.has_master else None, reduce_dtype=torch.float32
+            ),
+            "reshard_after_forward": strategy.zero == 3,
+        }
+
+    def shard(self, module: nn.Module) -> None:
+        """Shard what the module holds and no earlier call has sharded; its values must be in place, in fp32."""
+        fully_shard(module, **self.options)
+
+
+class Sharded:
+    """Layout of zero 1, 2, 3 over a module whose layers and root are sharded."""
+
+    def __init__(self, module: FSDPModule, spec: Model, world: World, precision: Precision, strategy: Strategy):
+        self.module, self.world = module, world
+        self._has_master = precision.has_master
+        self._keep_weights = strategy.zero < 3
+        self._reduce_once = strategy.reduce_gradients == "once_per_step"
+        # A sum over ranks, not FSDP2's average: the loss is divided by the global token count already. Both calls
+        # are needed on every module; gloo has no reduction that divides on the way.
+        for m in self._fsdp_modules():
+            m.set_gradient_divide_factor(1.0)
+            m.set_force_sum_reduction_for_comms(True)
+        self._parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
+        descriptions = {t.name: t for t in spec.tensors()}
+        self.parts = []
+        for name, parameter in self._parameters.items():
+            begin, end = chunk_rows(parameter.shape[0], world.size, world.rank)
+            if end > begin:
+                self.parts.append(Part(descriptions[name], begin, end, parameter.to_local().detach()))
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+
+    def begin_step(self) -> None:
+        pass
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self.module.set_requires_gradient_sync(last or not self._reduce_once)
+        if self._keep_weights:
+            self.module.set_reshard_after_backward(last)
+
+    def finish_gradients(self) -> None:
+        for part in self.parts:
+            part.value.grad = self._parameters[part.name].grad.to_local()  # type: ignore[union-attr]
+
+    def square_sum_is_global(self) -> bool:
+        """Whether a sum over this rank's parts is already the sum over the whole model."""
+        return False
+
+    def after_update(self) -> None:
+        """The next gather reads the updated shards; nothing to copy."""
+
+    def end_step(self) -> None:
+        """Drop the gradients: between steps only weights and optimizer are held."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for part in self.parts:
+            part.value.grad = None
+
+    def end_evaluation(self) -> None:
+        """Give the gathered weights back: without a backward nothing else does."""
+        for m in self._fsdp_modules():
+            m.reshard()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole fp32 parameter), gathered one at a time; every rank must run through all of them."""
+        for name, parameter in self._parameters.items():
+            yield name, parameter.full_tensor()
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that this rank holds now, by ledger row."""
+        rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": []}
+        shards = "master" if self._has_master else "weights"
+        rows[shards] += [p.to_local() for p in self._parameters.values()]
+        rows["gradients"] += [p.grad.to_local() for p in self._parameters.values() if p.grad is not None]
+        for parameter in _fsdp_parameters(self._fsdp_modules()):
+            if parameter.sharded_state == ShardedState.UNSHARDED:
+                gathered = parameter.unsharded_param
+                rows["weights"].append(gathered.detach())
+                if gathered.grad is not None:
+                    rows["gradients"].append(gathered.grad)
+            if parameter.unsharded_accumulated_grad is not None:
+                rows["gradients"].append(parameter.unsharded_accumulated_grad)
+        return rows
+
+
+def _fsdp_parameters(modules: list[FSDPModule]) -> Iterator[FSDPParam]:
+    """Yield FSDP2's records of its parameters. Private there: used to measure what is gathered, not to change it."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.12
+        for group in groups:
+            if group is not None:
+                yield from group.fsdp_params

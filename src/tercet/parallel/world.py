@@ -1,0 +1,107 @@
+"""World: who takes part. At size 1 there is no process group and every sum is the identity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tercet.errors import InputError
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small CPU tensor over the ranks, in place, and return it."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank says so; every rank gets the same answer."""
+        return bool(self.sum(torch.tensor([int(flag)])).item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order, on every rank. For small plain data."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        # A sum of a CPU number, not dist.barrier(): that one picks a GPU by itself under NCCL.
+        self.any(False)
+
+
+def launch_variables() -> dict[str, int] | None:
+    """Return rank, size and local rank from the launcher's environment, or None when there was no launcher.
+
+    Raises InputError when only a part is set or the numbers cannot be true.
+    """
+    present = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return None
+    if missing := [name for name in LAUNCH_VARIABLES if name not in present]:
+        raise InputError(
+            f"the launcher set {', '.join(present)} but not {', '.join(missing)}",
+            "Start with tercet train alone, or with torchrun, which sets all of them.",
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        try:
+            numbers[name] = int(present[name])
+        except ValueError:
+            raise InputError(f"{name} is {present[name]!r}; it must be a whole number") from None
+    if not 0 <= numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise InputError(f"RANK is {numbers['RANK']} but WORLD_SIZE is {numbers['WORLD_SIZE']}")
+    return numbers
+
+
+def open_world(timeout_seconds: float) -> World:
+    """Join the process group that the launcher's environment names; alone, without one, make none."""
+    numbers = launch_variables() or {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    rank, size, local = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+    if torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise InputError(
+                f"rank {rank} is number {local} on this machine, which has {torch.cuda.device_count()} cards",
+                "Start at most one rank per card: --ranks N.",
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # small agreements go over gloo and never wait for the card
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if size > 1:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds))
+    return World(rank, size, local, device)
+
+
+def close_world(world: World) -> None:
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Return whether an error is only the echo of another rank's end: a broken or timed-out collective."""
+    if isinstance(error, dist.DistBackendError):
+        return True
+    text = str(error).lower()
+    signs: Sequence[str] = (
+        "connection closed by peer", "connection reset by peer", "timed out waiting", "gloo/transport", "nccl",
+        "broken pipe", "application timeout", "socket timeout", "heartbeat",
+    )  # fmt: skip
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -1,0 +1,21 @@
+"""Data parallel, described: the buckets in which gradients travel. Twin of parallel/data.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BUCKET_BYTES = 25 * 10**6  # large enough to use a link well, small enough to start before backward ends
+
+
+def buckets(sizes: Sequence[int], bytes_per_element: int = 4) -> list[tuple[int, int]]:
+    """Cut consecutive parameters of `sizes` elements into buckets; return (begin, end) element ranges.
+
+    A parameter is never cut, so a bucket may exceed BUCKET_BYTES by less than one parameter.
+    """
+    found, begin, end = [], 0, 0
+    for size in sizes:
+        end += size
+        if (end - begin) * bytes_per_element >= BUCKET_BYTES:
+            found.append((begin, end))
+            begin = end
+    return found + ([(begin, end)] if end > begin else [])
