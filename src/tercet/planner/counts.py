@@ -90,6 +90,10 @@ class Counts:
         """Return the elements that every rank stores: shards are padded to the first rank's size."""
         return sum(chunk_rows(t.shape[0], ranks, 0) * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
 
+    def held_tensors(self, ranks: int, rank: int) -> int:
+        """Return of how many tensors a rank holds at least one row."""
+        return sum(n for t, n in self.tensors if chunk_rows(t.shape[0], ranks, rank))
+
     def active_matmul_flops(self) -> float:
         """Return forward FLOPs of all matmuls per token, head included, attention scores not."""
         return sum(m.flops * k.count for k in self.kinds for m in k.matmuls) + 2.0 * self.head_parameters

@@ -49,6 +49,7 @@ class Job:
     reduce_every_micro_batch: bool = False
     step_in_backward: bool = False
     packed_attention: bool = True  # flash: the causal half only
+    windows: bool = False  # launches pass through Windows' display driver
     graphs: bool = False  # CUDA graphs: launches cost nothing
     transport: Literal["collective", "copies", "round-robin"] = "collective"
     expert: int = 1

@@ -50,8 +50,8 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
 
     zero 0: everything whole; gradients are one flat fp32 buffer for the engine's life. zero 1 to 3: parameters
     (fp32) are stored padded to the first rank's rows; AdamW's two moments follow the rows really held. Between
-    steps only shards remain. At the peak zero 1 and 2 still hold the gathered weights, zero 1 and
-    once-per-step reduction the whole gradients.
+    steps only shards remain. At the peak zero 1 and 2 hold the gathered weights, and reduction once per step
+    holds whole gradients from the first micro-batch to the last.
     """
     if job.adapter_rank is not None:
         return _adapter_states(counts, job)
@@ -62,7 +62,7 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
             "weights": 0 if "weights" in host else job.weight_bytes * whole,
             "master": 0 if host & {"optimizer", "weights"} else job.master_bytes * whole,
             "gradients": 0 if job.step_in_backward or "gradients" in host else job.gradient_bytes * whole,
-            "optimizer": 0 if "optimizer" in host else job.state_bytes * whole + STEP_SCALAR * tensors,
+            "optimizer": 0 if host & {"optimizer", "states", "paged"} else job.state_bytes * whole + STEP_SCALAR * tensors,
         }
         between = dict(rows) if job.flat_buffers else {**rows, "gradients": 0}
         return {"between_steps": between, "peak": rows}
@@ -71,15 +71,17 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     stored = (job.master_bytes or job.weight_bytes) * padded
     between = {"weights": 0.0, "master": 0.0, "gradients": 0.0}
     between[sharded_weights] = 0 if host & {"optimizer", "weights"} else stored
-    between["optimizer"] = 0 if "optimizer" in host else job.state_bytes * own + STEP_SCALAR * tensors
+    tensors = counts.held_tensors(job.shards, rank)
+    between["optimizer"] = 0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
     peak = dict(between)
     if job.zero < 3:
         if job.master_bytes:
             peak["weights"] = job.weight_bytes * whole
         else:
             peak["weights"] += job.weight_bytes * whole
-    keeps_whole = job.zero == 1 or (job.accumulation > 1 and not job.reduce_every_micro_batch)
-    peak["gradients"] = job.gradient_bytes * (whole if keeps_whole else padded)
+    # A single micro-batch is reduced at once, so nothing is ever held whole.
+    keeps_whole = job.accumulation > 1 and not job.reduce_every_micro_batch
+    peak["gradients"] = job.gradient_bytes * (max(whole, padded) if keeps_whole else padded)
     if "gradients" in host:
         peak["gradients"] = 0
     return {"between_steps": between, "peak": peak}
@@ -96,9 +98,27 @@ def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
         "weights": base + job.weight_bytes * trained / parts,
         "master": job.master_bytes * trained / parts,
         "gradients": job.gradient_bytes * trained / parts,
-        "optimizer": job.state_bytes * trained / (job.shards if job.zero else 1),
+        "optimizer": 0 if "paged" in job.offload else job.state_bytes * trained / (job.shards if job.zero else 1),
     }
     return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
+
+
+def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:
+    """Return the bytes of all tensors at the highest moment of a step, for any system.
+
+    Either backward begins (all activations, and gradients only if earlier micro-batches left some) or it ends
+    (all gradients, one layer's leftovers).
+    """
+    held, work = states(counts, job)["peak"], working(counts, job, constants)
+    early = held["gradients"] if job.accumulation > 1 or job.flat_buffers else 0.0
+    begin = sum(held.values()) - held["gradients"] + early + sum(work.values())
+    end = sum(held.values()) + work["buffers"] + layer_ends(counts, job)
+    return max(begin, end)
+
+
+def layer_ends(counts: Counts, job: Job) -> float:
+    """Return the embedding's row, and the final norm's input and output."""
+    return 3 * job.tokens * counts.model.width * job.activation_bytes
 
 
 # ------------------------------------------------------------------------------------------------ what work needs
@@ -113,7 +133,7 @@ def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
         kept *= min(job.pipeline, job.accumulation)  # 1F1B keeps as many micro-batches as stages (arXiv 2104.04473)
     if "activations" in job.offload and job.recompute == "full":
         kept = min(kept, 2 * job.tokens * counts.model.width * job.activation_bytes)
-    ends = 3 * job.tokens * counts.model.width * job.activation_bytes  # embedding's row, final norm's in and out
+    ends = layer_ends(counts, job)
     logits = logit_bytes(counts, job, constants)
     one = max(_one_layer(counts, k, job) for k in counts.kinds) * job.tokens * scale / job.tensor
     return {
@@ -130,9 +150,13 @@ def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str) -> fl
     attention, feedforward = kind.kept
     if recompute == "full":
         return width * size  # the layer's input
+    if recompute == "half":  # every other matmul's result, and attention's (torchtitan's selective-op policy)
+        half = (attention.outputs - kind.value_width + feedforward.outputs + 2 * width) / 2
+        return (width + kind.value_width + half) * size + 4 * attention.stats
     if recompute == "selective":
-        # Results of matmuls and attention are kept; norms, rotations and gates are computed again.
-        return (2 * width + attention.outputs + feedforward.outputs) * size + 4 * attention.stats
+        # Results of matmuls and attention are kept (the layer's input, what both halves add to it, and what
+        # lies between); norms, rotations and gates are computed again.
+        return (3 * width + attention.outputs + feedforward.outputs) * size + 4 * attention.stats
     if job.adapter_rank is None:
         inputs = (attention.inputs + feedforward.inputs) * size
         products = (attention.products + feedforward.products) * size
@@ -170,8 +194,8 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     vocabulary, size = counts.model.vocabulary, job.activation_bytes
     if job.loss == "full":
         return job.tokens * vocabulary * constants.full_logits_bytes
-    if job.loss == "chunked":  # all logits and their gradient in bf16, one chunk of eight in fp32
-        return job.tokens * vocabulary * (2 * size + 12 / 8)
+    if job.loss == "chunked":  # chunks, or a compiled chain: logits and their gradient in the working format
+        return job.tokens * vocabulary * constants.chunked_logits_bytes
     chunk = min(job.tokens, CHUNK_TOKENS) * vocabulary
     if job.kernels == "fused":
         return chunk * size

@@ -54,6 +54,11 @@ class Gpu:
     note: str = ""
 
     @property
+    def geforce(self) -> bool:
+        """Consumer cards halve the rate of fp32 accumulation and run above their quoted clock."""
+        return "fp16_fast" in self.flops and self.flops["fp16_fast"] > 1.5 * self.flops["bf16"]
+
+    @property
     def host_link(self) -> float | None:
         """Bytes per second between card and host, one direction, pinned memory."""
         return link_bytes_per_s(self.pcie_generation, self.pcie_lanes)

@@ -1,0 +1,136 @@
+"""Fit the constants to measured runs, and say how far a fit can be trusted.
+
+The fit is a maximum a posteriori estimate in logarithms: errors are log(predicted / measured), constants are drawn
+to their priors, and large errors count linearly (Huber), so that one odd row does not bend the rest. Memory and
+time constants touch different figures and are fitted together. numpy only; nothing here runs inside `plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tercet.planner.clock import clock, step_seconds
+from tercet.planner.constants import NAMES, Constants
+from tercet.planner.counts import Counts
+from tercet.planner.published import Row, predicted_memory
+
+PRIOR_SIGMA = 0.35  # a constant may well be a third off its prior
+ROW_SIGMA = 0.12  # what is left of a good row
+HUBER = 1.5  # in row sigmas
+HIGHEST = {"matmul_share": 1.05, "matmul_share_geforce": 1.3, "int8_share": 1.0,
+           "attention_share": 1.0, "attention_share_hopper": 1.0, "fast_share": 1.0,
+           "fp8_share": 1.1, "expert_share": 1.0, "bandwidth_share": 1.0, "overlap": 0.95, "pipeline_share": 1.0,
+           "host_share": 1.0, "peer_share": 1.0, "copies_share": 1.0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted figures of a row; None where the row has none to compare with or cannot be predicted."""
+
+    tokens_per_s: float | None
+    memory_bytes: float | None
+
+
+class Prepared:
+    """A row with its model summed, so that a fit walks the model once."""
+
+    def __init__(self, row: Row):
+        assert row.model is not None and row.job is not None and row.machine is not None
+        self.row = row
+        self.counts = Counts(row.model)
+
+    def predict(self, constants: Constants) -> Prediction:
+        row = self.row
+        rows = clock(self.counts, row.job, row.machine, constants)  # type: ignore[arg-type]
+        speed = row.job.step_tokens / step_seconds(rows) if rows else None  # type: ignore[union-attr]
+        memory = predicted_memory(self.counts, row.job, constants, row.memory_kind)  # type: ignore[arg-type]
+        return Prediction(speed, memory)
+
+    def errors(self, constants: Constants) -> list[float]:
+        """Return log(predicted / measured) of what was measured."""
+        predicted, found = self.predict(constants), []
+        if self.row.tokens_per_s and predicted.tokens_per_s:
+            found.append(math.log(predicted.tokens_per_s / self.row.tokens_per_s))
+        if self.row.memory_bytes and predicted.memory_bytes:
+            found.append(math.log(predicted.memory_bytes / self.row.memory_bytes))
+        return found
+
+
+def fit(rows: Sequence[Prepared], start: Constants | None = None, prior: Constants | None = None, rounds: int = 8) -> Constants:
+    """Return the constants that fit the rows best, drawn to `prior`; begins at `start`."""
+    prior = prior or Constants()
+    centre = np.log([getattr(prior, n) for n in NAMES])
+    point = np.log([getattr(start or prior, n) for n in NAMES])
+    top = np.log([HIGHEST.get(n, math.inf) for n in NAMES])
+    for _ in range(rounds):
+        base = _errors(rows, point)
+        slopes = np.empty((len(base), len(NAMES)))
+        for k in range(len(NAMES)):
+            moved = point.copy()
+            moved[k] -= 0.02
+            slopes[:, k] = (base - _errors(rows, moved)) / 0.02
+        scaled = np.abs(base) / ROW_SIGMA
+        weight = np.where(scaled > HUBER, HUBER / np.maximum(scaled, 1e-9), 1.0) / ROW_SIGMA**2
+        left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(NAMES)) / PRIOR_SIGMA**2
+        right = -slopes.T @ (weight * base) - (point - centre) / PRIOR_SIGMA**2
+        step = np.clip(np.linalg.solve(left, right), -0.3, 0.3)
+        point = np.minimum(point + step, top)
+        if np.abs(step).max() < 1e-3:
+            break
+    return replace(prior, **{n: float(v) for n, v in zip(NAMES, np.exp(point), strict=True)})
+
+
+def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
+    constants = Constants(**dict(zip(NAMES, np.exp(point).tolist(), strict=True)))
+    return np.array([e for r in rows for e in r.errors(constants)])
+
+
+def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
+    """Predict each row with constants fitted on all the others (in-domain figure)."""
+    found = {}
+    for n, row in enumerate(rows):
+        others = [*rows[:n], *rows[n + 1 :]]
+        found[row.row.id] = row.predict(fit(others, start=whole, prior=prior, rounds=3))
+    return found
+
+
+def leave_source_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
+    """Predict each source's rows with constants fitted on the other sources."""
+    found = {}
+    for source in {publisher(r.row.source) for r in rows}:
+        others = [r for r in rows if publisher(r.row.source) != source]
+        constants = fit(others, start=whole, prior=prior, rounds=5)
+        for row in rows:
+            if publisher(row.row.source) == source:
+                found[row.row.id] = row.predict(constants)
+    return found
+
+
+def publisher(source: str) -> str:
+    """Return who measured: the repository, whichever of its pages a row stands on."""
+    words = source.replace("https://", "").split()[0].split("/")
+    return "/".join(words[:3]) if words[0] == "github.com" else words[0]
+
+
+def prepare(rows: Iterable[Row]) -> list[Prepared]:
+    """Return the rows that can be predicted."""
+    return [Prepared(r) for r in rows if r.why is None]
+
+
+def write(path: Path, values: Constants, foreign: Constants, about: dict[str, Any]) -> None:
+    """Write constants.toml: what `plan` reads (`values`), what hand-written systems reach, and what both stand on."""
+    lines = ["# Written by `python bench/plan_truth.py --fit`. Meanings: tercet/planner/constants.py.", ""]
+    for title, constants in (("values", values), ("foreign", foreign)):
+        lines.append(f"[{title}]")
+        lines += [f"{n} = {getattr(constants, n):.4g}" for n in NAMES]
+        lines.append("")
+    lines.append("[about]")
+    lines += [f"{k} = {json.dumps(v)}" for k, v in about.items()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,342 @@
+"""Seconds per optimizer step, by row. Formulas and their sources: docs/concepts/planner.md.
+
+Rows add up to the step: matmul, attention, elementwise, loss, dequantize, launch, optimizer, communication, host,
+bubble. Each holds only what nothing else hides: communication that runs behind arithmetic is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tercet.planner.constants import Constants
+from tercet.planner.counts import Counts, LayerKind
+from tercet.planner.job import Job, adapted, adapter_parameters
+from tercet.spec.blocks.cost import Matmul
+from tercet.spec.machine import Machine
+
+ROWS = ("matmul", "attention", "elementwise", "loss", "dequantize", "launch", "optimizer", "communication", "host",
+        "bubble")  # fmt: skip
+
+# Kernels of one layer's forward, by how it is run: counted in transformers' Llama layer (two norms of six, four
+# rotations of five, seven matmuls, attention with its reshapes, gate and residuals), and with chains fused.
+LAYER_KERNELS = {"eager": 55, "native": 45, "compiled": 16, "fused": 14}
+ADAPTER_KERNELS = 6  # dropout, two matmuls, cast, scale, add
+BACKWARD_KERNELS = 2.0  # per forward kernel: each operation differentiates into about two
+
+# Passes over numbers of width w and of the blocks' `elementwise` count, in bytes per number, forward only. Eager:
+# each operation reads and writes memory, norms in fp32 (sum of their operations' operands); fused: once in, once out.
+NORM_BYTES = {"eager": 42, "native": 34, "compiled": 8, "fused": 8}
+CHAIN_BYTES = {"eager": 8, "native": 7, "compiled": 3, "fused": 3}
+ELEMENTWISE_BACKWARD = 1.7  # times the forward's bytes
+
+ATTENTION_BACKWARD = 2.5  # times the forward's FLOPs: five matmuls instead of two (arXiv 2205.14135)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank's processor reaches, per second."""
+
+    matmul: float
+    other_matmul: float  # head and attention stay in bf16 when matmuls are fp8 or int8
+    attention: float
+    memory: float
+    host: float | None
+
+
+def rates(job: Job, machine: Machine, c: Constants) -> Rates | None:
+    """Return the processor's rates, or None when they are unknown (a CPU that nobody has measured)."""
+    if machine.card is None:
+        key = "matmul_fp32" if job.matmul == "fp32" else "matmul_bf16"
+        if key not in machine.measured or "memory" not in machine.measured:
+            return None
+        # Measured with all cores; ranks share them.
+        rate, memory = machine.measured[key] / machine.ranks, machine.measured["memory"] / machine.ranks
+        return Rates(rate, rate, rate * 0.3, memory, None)
+    card = machine.card
+    reached = (card.reached or 0.87) * (c.matmul_share_geforce if card.geforce else c.matmul_share)
+    plain = card.flops["bf16"] * reached
+    measured = machine.measured.get("matmul_bf16")
+    if measured:
+        plain = measured * c.matmul_share
+    kind = job.matmul
+    if kind in ("fp8", "int8") and kind in card.flops:
+        rate = card.flops[kind] * (c.fp8_share if kind == "fp8" else c.int8_share)
+    elif kind == "fp16_fast" and "fp16_fast" in card.flops:
+        rate = max(plain, card.flops["fp16_fast"] * c.fast_share)
+    elif kind == "fp32":
+        rate = plain / 2  # TF32 tensor cores run at half of bf16's rate
+    else:
+        rate = plain
+    attention = c.attention_share_hopper if card.arch == "Hopper" else c.attention_share
+    links = machine.host_links()
+    host = min((x for x in links if x), default=None)
+    other = rate if kind in ("fp16_fast", "fp32") else plain
+    memory = machine.measured.get("memory", card.bandwidth * c.bandwidth_share)
+    return Rates(rate, other, plain * attention, memory, host * c.host_share if host else None)
+
+
+def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str, float] | None:
+    """Return seconds of one optimizer step by row, or None when the processor's rates are unknown."""
+    speed = rates(job, machine, c)
+    if speed is None:
+        return None
+    one = micro_batch(counts, job, speed, c)
+    step = {row: one[row] * job.accumulation for row in ROWS}
+    compute = sum(step.values())
+    step["optimizer"] = optimizer_seconds(counts, job, speed, c)
+    if job.transport == "round-robin":
+        return _round_robin(counts, job, step, compute, speed, c)
+    if job.pipeline > 1:
+        # 1F1B waits (stages - 1) micro-batches at both ends together (arXiv 2104.04473).
+        step = {row: v / job.pipeline if row in one else v for row, v in step.items()}
+        compute /= job.pipeline
+        step["bubble"] = compute * (job.pipeline - 1) / job.accumulation
+    host = host_seconds(counts, job, speed, machine)
+    step["host"] = _exposed(host, compute, c.overlap)
+    hidden, bare = communication_seconds(counts, job, machine, c)
+    # What is left of the arithmetic after host copies can hide collectives.
+    step["communication"] = bare + _exposed(hidden, max(0.0, compute - host), c.overlap)
+    return step
+
+
+def _exposed(seconds: float, compute: float, overlap: float) -> float:
+    """Return what computing does not hide: at least the share that never overlaps, at most all but `compute`."""
+    return max(seconds * (1 - overlap), seconds - compute * overlap)
+
+
+# ----------------------------------------------------------------------------------------------- one micro-batch
+
+
+def micro_batch(counts: Counts, job: Job, speed: Rates, c: Constants) -> dict[str, float]:
+    """Return seconds of one micro-batch's forward and backward on one rank, by row, without communication."""
+    rows = dict.fromkeys(ROWS, 0.0)
+    kernels = 0.0
+    for kind in counts.kinds:
+        for row, seconds in _layer(counts, kind, job, speed, c).items():
+            rows[row] += seconds * kind.count / job.tensor
+        kernels += kind.count * _kernels(kind, job)
+    rows["loss"] = _loss(counts, job, speed, c)
+    if not job.graphs:
+        busy = sum(rows.values())
+        launch = c.launch_seconds * (c.windows_launch if job.windows else 1.0)
+        rows["launch"] = max(0.0, kernels * launch - busy)
+    return rows
+
+
+def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants) -> dict[str, float]:
+    tokens, again = job.tokens, {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}[job.recompute]
+    matmul = dequantize = 0.0
+    for m in kind.matmuls:
+        one = _matmul(m, tokens, job, speed, c)
+        backward = 2.0 if job.adapter_rank is None else 1.0  # a frozen weight needs no gradient of its own
+        matmul += one * (1 + again + backward)
+        if job.quantized:
+            # 0.5 byte in, 2 bytes out, and the matmul reads the 2: once forward, once again, once backward.
+            dequantize += (2 + again) * m.weights * 2.5 * c.nf4_traffic / speed.memory
+        if job.adapter_rank is not None and adapted(m.name, job.adapter_targets):
+            flops = 2.0 * job.adapter_rank * (m.inner + m.outer) * m.rows * tokens
+            traffic = tokens * (m.inner + m.outer) * m.rows * 2 * job.activation_bytes
+            matmul += (3 + again) * (flops / speed.other_matmul + traffic / speed.memory)
+    seen = job.sequence if kind.window is None else min(job.sequence, kind.window)
+    context = seen / 2 if job.packed_attention and kind.window is None else seen
+    flops = 2.0 * tokens * context * (kind.score_width + kind.value_width)
+    attention = flops * (1 + again + ATTENTION_BACKWARD) / speed.attention
+    numbers = sum(k.elementwise for k in kind.kept)
+    size = job.activation_bytes / 2
+    moved = tokens * (2 * NORM_BYTES[job.kernels] * counts.model.width + CHAIN_BYTES[job.kernels] * numbers) * size
+    remade = 1.0 if job.recompute != "none" else 0.0
+    elementwise = moved * (1 + remade + ELEMENTWISE_BACKWARD) / speed.memory
+    return {"matmul": matmul, "attention": attention, "elementwise": elementwise, "dequantize": dequantize}
+
+
+def _matmul(m: Matmul, tokens: int, job: Job, speed: Rates, c: Constants) -> float:
+    """Return seconds of one forward matmul: arithmetic plus the operand traffic that it does not hide.
+
+    The additive roofline makes small and thin matmuls slow by their shape alone (few FLOPs per byte).
+    """
+    rate = speed.matmul * (c.expert_share if m.groups > 1 else 1.0)
+    rows = tokens * m.rows
+    operands = rows * (m.inner + m.outer) + m.weights
+    return m.flops * tokens / rate + c.matmul_traffic * operands * job.activation_bytes / speed.memory
+
+
+def _loss(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
+    """Return seconds of head, softmax and their backward."""
+    heads = 1 + len(counts.model.mtp)
+    passes = 3.0 if job.adapter_rank is None else 2.0
+    arithmetic = 2.0 * counts.head_parameters * job.tokens * passes / speed.other_matmul
+    # Bytes moved per logit: fused keeps to about two passes in fp32, the full chain makes ten.
+    per_logit = {"full": 40, "chunked": 20, "fused": 14}[job.loss] if job.kernels != "fused" else 8
+    return heads * (arithmetic + per_logit * job.tokens * counts.model.vocabulary / speed.memory)
+
+
+def _kernels(kind: LayerKind, job: Job) -> float:
+    forward = float(LAYER_KERNELS[job.kernels])
+    if job.adapter_rank is not None:
+        forward += ADAPTER_KERNELS * sum(adapted(m.name, job.adapter_targets) for m in kind.matmuls)
+    if job.quantized:
+        forward += 3 * len(kind.matmuls)
+    again = 0.0 if job.recompute == "none" else 1.0
+    return forward * (1 + again + BACKWARD_KERNELS)
+
+
+def optimizer_seconds(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
+    """Return seconds of clipping and updating what one rank owns (or of the host's update for all ranks)."""
+    trained = job.trained_parameters(counts)
+    if "optimizer" in job.offload:
+        # Asynchronous pipelines hide it (see _round_robin); a blocking one waits for the whole host.
+        return 0.0 if job.transport == "round-robin" else trained / c.cpu_adam
+    own = trained / (job.shards if job.zero else 1)
+    moved = 2 * (job.master_bytes or job.weight_bytes) + 2 * job.state_bytes + 3 * job.gradient_bytes + job.weight_bytes
+    return own * moved / speed.memory
+
+
+# ------------------------------------------------------------------------------------------------ links and host
+
+
+def bus(job: Job, machine: Machine, c: Constants) -> float | None:
+    """Return the bytes per second of a ring over the ranks (NCCL's busbw), or None when unknown."""
+    if "all_reduce" in machine.measured:
+        return machine.measured["all_reduce"]
+    if machine.card is None:
+        return None
+    link = min((x for x in machine.host_links() if x), default=None)
+    if machine.nvlink and machine.card.nvlink:
+        return machine.card.nvlink / 2 * c.peer_share
+    if job.transport == "copies" and link:
+        return link * c.copies_share
+    if machine.peers and link:
+        return link * c.peer_share
+    # Every byte crosses two links and the host's memory, which all cards share; a narrow slot slows the ring.
+    full = machine.card.host_link
+    narrow = min(1.0, link / full) if link and full else 1.0
+    return min(c.staged_bus * narrow, c.staged_total / job.ranks)
+
+
+def traffic(counts: Counts, job: Job) -> dict[str, tuple[float, bool]]:
+    """Return collective -> (bytes of the whole payload per step, whether computing can hide it).
+
+    Payloads follow ZeRO (arXiv 1910.02054) as FSDP2 runs it: weights in the working format, gradients in fp32.
+    """
+    found: dict[str, tuple[float, bool]] = {}
+    if job.tensor > 1:
+        # Two all-reduces of the residual row forward and two backward in every layer, and twice again when
+        # recomputing (arXiv 1909.08053, section 3); the next matmul waits for each.
+        passes = 4 + (2 if job.recompute == "full" else 0)
+        row = job.tokens * counts.model.width * job.activation_bytes * job.accumulation
+        found["all_reduce activations"] = (passes * len(counts.model.layers) * row / job.pipeline, False)
+    if job.shards == 1:
+        return found
+    return {**found, **_shard_traffic(counts, job)}
+
+
+def _shard_traffic(counts: Counts, job: Job) -> dict[str, tuple[float, bool]]:
+    trained = job.trained_parameters(counts)
+    times = job.accumulation if job.reduce_every_micro_batch else 1
+    if job.adapter_rank is not None:
+        found = {"all_reduce gradients": (job.gradient_bytes * trained, True)}
+        if job.zero == 3:
+            inside = counts.parameters - counts.outside_parameters
+            whole = job.frozen_bytes * inside + job.outer_frozen_bytes * counts.outside_parameters
+            found["all_gather weights"] = (2 * job.accumulation * whole, True)
+        return found
+    if job.zero == 0:
+        return {"all_reduce gradients": (job.gradient_bytes * trained, True)}
+    gathers = 2 * job.accumulation if job.zero == 3 else 1
+    return {
+        "all_gather weights": (gathers * job.weight_bytes * trained, True),
+        "reduce_scatter gradients": (times * job.gradient_bytes * trained, True),
+    }
+
+
+def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> tuple[float, float]:
+    """Return (seconds that computing can hide, seconds that it cannot) of all collectives of a step."""
+    payloads = traffic(counts, job)
+    rate = bus(job, machine, c)
+    if not payloads or rate is None:
+        return 0.0, 0.0
+    hidden = bare = 0.0
+    for name, (payload, hideable) in payloads.items():
+        n = job.tensor if name.endswith("activations") else job.shards
+        # A ring sends (n-1)/n of the payload, an all-reduce twice that (NVIDIA nccl-tests, PERFORMANCE.md).
+        seconds = payload * (n - 1) / n / rate * (2 if name.startswith("all_reduce") else 1)
+        if name.startswith("all_reduce") and hideable:
+            # Gradients are only complete in the last micro-batch's backward: two thirds of one micro-batch hide them.
+            hideable_share = min(1.0, 0.67 / job.accumulation)
+            hidden += seconds * hideable_share
+            bare += seconds * (1 - hideable_share)
+        elif hideable:
+            hidden += seconds
+        else:
+            bare += seconds
+    return hidden, bare
+
+
+def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine) -> float:
+    """Return seconds that one card's link to the host is busy in a step."""
+    if not job.offload or speed.host is None:
+        return 0.0
+    inside = counts.parameters
+    moved = 0.0
+    if "weights" in job.offload:
+        size = job.weight_bytes if job.adapter_rank is None else job.frozen_bytes
+        # Each rank fetches its shard (all of it when nothing is sharded), forward and backward.
+        moved += 2 * job.accumulation * size * inside / (job.shards if job.zero == 3 else 1)
+    trained = job.trained_parameters(counts)
+    own = trained / (job.shards if job.zero else 1)
+    if "gradients" in job.offload:
+        moved += job.accumulation * job.gradient_bytes * own
+    if "optimizer" in job.offload:
+        moved += (job.gradient_bytes + job.weight_bytes) * own  # gradients out, fresh weights in
+    if "states" in job.offload:
+        moved += 2 * (job.state_bytes + job.master_bytes) * own  # moments visit the card for the update
+    if "activations" in job.offload:
+        moved += 2 * job.accumulation * len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes
+    return moved / speed.host
+
+
+def _round_robin(
+    counts: Counts, job: Job, step: dict[str, float], compute: float, speed: Rates, c: Constants
+) -> dict[str, float]:
+    """Host-resident weights, stages dealt to cards in turn: compute or each card's link, whichever is longer.
+
+    `step` and `compute` are for a micro-batch stream that all cards share evenly. Weights cross the links twice
+    a round (forward, backward) and gradients once, each over one card's link; rounds are `accumulation`.
+    """
+    inside = counts.parameters
+    frozen = job.adapter_rank is not None
+    weights = (job.frozen_bytes if frozen else job.weight_bytes) * inside
+    gradients = job.gradient_bytes * job.trained_parameters(counts)
+    rounds = max(1, job.accumulation // 10)
+    moved = rounds * (2 * weights + gradients) / job.ranks
+    host = moved / speed.host if speed.host else 0.0
+    step = {**step, "bubble": compute * (1 / c.pipeline_share - 1), "optimizer": 0.0}
+    step["host"] = max(0.0, host - compute / c.pipeline_share)
+    if not frozen and "optimizer" in job.offload:
+        step["host"] = max(step["host"], adapter_free_update(counts, c) - compute / c.pipeline_share)
+    return step
+
+
+def adapter_free_update(counts: Counts, c: Constants) -> float:
+    """Return seconds of the host's AdamW over all parameters."""
+    return counts.parameters / c.cpu_adam
+
+
+def step_seconds(rows: dict[str, float]) -> float:
+    return sum(rows.values())
+
+
+def model_flops(counts: Counts, job: Job) -> float:
+    """Return FLOPs of a step as MFU counts them: 6 per parameter and token plus attention, no recompute.
+
+    PaLM's definition (arXiv 2204.02311, appendix B), with causal attention's half not taken off.
+    """
+    attention = sum(6.0 * job.sequence * (k.score_width + k.value_width) * k.count for k in counts.kinds)
+    return (3 * counts.active_matmul_flops() + attention) * job.step_tokens
+
+
+def trained_share(counts: Counts, job: Job) -> float:
+    """Return trained parameters over all."""
+    if job.adapter_rank is None:
+        return 1.0
+    return adapter_parameters(counts, job.adapter_rank, job.adapter_targets) / counts.parameters

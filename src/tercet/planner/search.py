@@ -1,0 +1,231 @@
+"""Every legal strategy for a machine, ranked by predicted speed; each refusal with its reason and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from tercet.planner.clock import clock, step_seconds, traffic
+from tercet.planner.constants import Constants
+from tercet.planner.counts import Counts
+from tercet.planner.job import Job, of_strategy
+from tercet.planner.legal import refusals
+from tercet.planner.ledger import host_rows, moments, phases
+from tercet.spec.machine import Machine
+from tercet.spec.recipe import StrategySection
+from tercet.spec.strategy import Strategy, Work
+from tercet.units import show_bytes
+
+LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
+UNMEASURED_MICRO_TOKENS = 8192  # where no speed is known, about where CPUs stop gaining
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its predictions. `seconds` None: the processor's speed is unknown."""
+
+    strategy: Strategy
+    job: Job
+    need: int  # bytes per rank in the worst phase
+    host_need: int
+    rows: dict[str, float] | None
+    sent: float  # bytes through one rank's link per step
+
+    @property
+    def seconds(self) -> float | None:
+        return step_seconds(self.rows) if self.rows else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.job.step_tokens / self.seconds if self.seconds else None
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What makes two candidates one line of the table: all but micro-batch."""
+        s = self.strategy
+        return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile
+
+    def order(self) -> tuple[Any, ...]:
+        """Sort key, best first. Without known speeds: least recomputing, then least sent, then simplest."""
+        recompute = ("none", "selective", "full").index(self.strategy.recompute)
+        if self.seconds is not None:
+            # Differences below half a percent mean nothing; then the simpler and the smaller wins.
+            return (round(200 * _log(self.seconds / max(self.job.step_tokens, 1e-9))), self.strategy.zero, recompute, self.need)
+        far = self.strategy.micro_batch * self.job.sequence > UNMEASURED_MICRO_TOKENS
+        return (recompute, self.sent, self.strategy.zero, far, -self.strategy.micro_batch)
+
+
+def _log(value: float) -> float:
+    from math import log
+
+    return log(value)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    strategy: Strategy
+    why: list[str]
+
+
+@dataclass(frozen=True)
+class Found:
+    fits: list[Candidate]  # best first, one per group
+    refused: list[Refusal]
+
+
+class Search:
+    """Predicts strategies of one model, work and machine."""
+
+    def __init__(self, counts: Counts, work: Work, machine: Machine, constants: Constants):
+        self.counts, self.work, self.machine, self.constants = counts, work, machine, constants
+
+    def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
+        job = of_strategy(strategy, work or self.work)
+        machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
+        on_gpu = machine.card is not None
+        need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())
+        host = sum(host_rows(self.counts, job, not on_gpu).values())
+        if not on_gpu:
+            host += need * strategy.ranks
+        n = job.shards
+        sent = sum(b * (n - 1) / n * (2 if k.startswith("all_reduce") else 1) for k, (b, _) in traffic(self.counts, job).items())
+        return Candidate(strategy, job, need, host, clock(self.counts, job, machine, self.constants), sent)
+
+    def overflow(self, candidate: Candidate) -> tuple[int, int]:
+        """Return the bytes that are missing on the card and on the host; (0, 0) when it fits."""
+        card = host = 0
+        if self.machine.card is not None:
+            card = max(0, candidate.need - self.machine.card.usable_bytes)
+        if self.machine.host_bytes is not None:
+            host = max(0, candidate.host_need - self.machine.host_bytes)
+        return card, host
+
+    def fits(self, candidate: Candidate) -> bool:
+        return self.overflow(candidate) == (0, 0)
+
+    def run(self, section: StrategySection, ranks: int) -> Found:
+        """Return all groups of strategies that the section leaves open on `ranks` workers."""
+        best: dict[tuple[Any, ...], Candidate] = {}
+        too_large: dict[tuple[Any, ...], Candidate] = {}
+        illegal: dict[str, Refusal] = {}
+        for strategy in strategies(section, ranks, self.work):
+            why = refusals(self.counts.model, strategy, self.work, self.machine)
+            if why:
+                illegal.setdefault("\n".join(why), Refusal(strategy, why))
+                continue
+            found = self.candidate(strategy)
+            chosen = best if self.fits(found) else too_large
+            known = chosen.get(found.group)
+            better = known is None or (
+                found.order() < known.order() if chosen is best else found.need < known.need
+            )
+            if better:
+                chosen[found.group] = found
+        fits = sorted(best.values(), key=Candidate.order)
+        refused = [r for r in illegal.values() if not fits or r.strategy.micro_batch == 1]
+        refused += [
+            Refusal(c.strategy, [self.explain(c, section)])
+            for group, c in sorted(too_large.items(), key=lambda item: item[1].need)
+            if group not in best
+        ]
+        return Found(fits, refused)
+
+    # --------------------------------------------------------------------------------------- the way out
+
+    def explain(self, candidate: Candidate, section: StrategySection) -> str:
+        """Say by how much a strategy does not fit, and the smallest change that would make it fit."""
+        card, host = self.overflow(candidate)
+        where = "card" if self.machine.card is not None else "process"
+        if card:
+            usable = self.machine.card.usable_bytes  # type: ignore[union-attr]
+            words = (
+                f"needs {show_bytes(candidate.need)} per {where} at micro-batch {candidate.strategy.micro_batch}, "
+                f"{show_bytes(usable)} are usable: {show_bytes(card)} too much"
+            )
+        else:
+            words = (
+                f"needs {show_bytes(candidate.host_need)} of host RAM, {show_bytes(self.machine.host_bytes or 0)} are "
+                f"there: {show_bytes(host)} more needed"
+            )
+        return f"{words}; {self.way_out(candidate)}"
+
+    def way_out(self, candidate: Candidate) -> str:
+        strategy = candidate.strategy
+        for recompute in ("selective", "full"):
+            if ("none", "selective", "full").index(recompute) <= ("none", "selective", "full").index(strategy.recompute):
+                continue
+            other = self.candidate(replace(strategy, recompute=recompute))
+            if self.fits(other):
+                return f"recompute: {recompute} saves {show_bytes(candidate.need - other.need)} and fits"
+        for zero in range(strategy.zero + 1, 4):
+            if strategy.ranks == 1:
+                break
+            other = self.candidate(_with_zero(strategy, zero))
+            if self.fits(other):
+                return f"zero: {zero} saves {show_bytes(candidate.need - other.need)} and fits"
+        tokens = self.work.sequence_tokens // 2
+        while tokens >= 256:
+            if self.fits(self.candidate(strategy, replace(self.work, sequence_tokens=tokens))):
+                return f"{tokens} instead of {self.work.sequence_tokens} tokens per sequence fits"
+            tokens //= 2
+        return self._more_hardware(strategy)
+
+    def _more_hardware(self, strategy: Strategy) -> str:
+        smallest = self.candidate(_with_zero(replace(strategy, recompute="full", micro_batch=1), 3 if strategy.ranks > 1 else 0))
+        for ranks in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+            if ranks <= strategy.ranks or self.machine.card is None:
+                continue
+            more = _with_zero(replace(strategy, ranks=ranks, recompute="full", micro_batch=1), 3)
+            search = Search(self.counts, replace(self.work, batch_sequences=max(self.work.batch_sequences, ranks)),
+                            replace(self.machine, ranks=ranks, lanes=None), self.constants)  # fmt: skip
+            if search.fits(search.candidate(more)):
+                return f"{ranks} such cards with zero: 3 and recompute: full would fit"
+        card, host = self.overflow(smallest)
+        if card:
+            return f"with zero: 3 and recompute: full it still needs {show_bytes(card)} more per card: take a smaller model"
+        return f"add {show_bytes(host)} of host RAM or take a smaller model"
+
+
+def _with_zero(strategy: Strategy, zero: int) -> Strategy:
+    return replace(strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step")
+
+
+def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
+    """Yield every strategy of today's engines that the section leaves open."""
+    if ranks == 1:
+        zeros = [0]
+    else:
+        zeros = [0, 1, 2, 3] if section.zero == "auto" else [section.zero]
+    recomputes = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
+    for zero in zeros:
+        reduces: list[Any] = ["once_per_step"] if zero < 2 else ["every_micro_batch", "once_per_step"]
+        if section.reduce_gradients != "auto":
+            reduces = [section.reduce_gradients]
+        for reduce in reduces:
+            for recompute in recomputes:
+                for micro in micros:
+                    yield Strategy(
+                        engine=section.engine, zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
+                        reduce_gradients=reduce, compile=section.compile, tensor=section.tensor,
+                        pipeline=section.pipeline, expert=section.expert, context=section.context,
+                        offload_optimizer=section.offload.optimizer, offload_weights=section.offload.weights,
+                        offload_activations=section.offload.activations,
+                    )  # fmt: skip
+
+
+def micro_batches(ranks: int, work: Work) -> list[int]:
+    """Return the micro-batches worth trying: rows per rank over 1, 2, 3, … steps, each evened out."""
+    rows = max(1, ceil(work.batch_sequences / ranks))
+    largest = max(1, min(rows, LARGEST_MICRO_TOKENS // work.sequence_tokens))
+    found = {ceil(rows / n) for n in range(1, rows + 1)}
+    usable = sorted(m for m in found if m <= largest)
+    if len(usable) <= 14:
+        return usable
+    return sorted({usable[round(i * (len(usable) - 1) / 13)] for i in range(14)})  # spread over the whole range
+
+
+def moments_of(search: Search, candidate: Candidate) -> dict[str, dict[str, int]]:
+    return moments(search.counts, candidate.job, search.constants, on_gpu=search.machine.card is not None)
