@@ -8,47 +8,86 @@ import torch
 from torch import Tensor, nn
 
 from tercet.model.attention import Documents
+from tercet.model.balance import Tally
 from tercet.model.gqa import Attention, Cache
+from tercet.model.mla import LatentAttention
+from tercet.model.moe import MixtureOfExperts
+from tercet.model.mtp import PredictionLayer, further
 from tercet.model.norm import RMSNorm
 from tercet.model.objective import next_token_loss
-from tercet.model.rope import rotary_table
+from tercet.model.rope import Table, rotary_table
 from tercet.model.swiglu import FeedForward
+from tercet.spec.blocks.mla import MLA
+from tercet.spec.blocks.moe import MoE
 from tercet.spec.model import Layer, Model
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feedforward(norm(x)); x is (batch, tokens, width)."""
+    """x + attention(norm(x)), then x + feedforward(norm(x)); x is (batch, tokens, width).
+
+    Returns x, or with a tally (x, balance loss or None).
+    """
 
     def __init__(self, layer: Layer, model: Model):
         super().__init__()
-        self.self_attn = Attention(layer.attention, model.width)
-        self.mlp = FeedForward(layer.feedforward, model.width)
+        latent, sparse = isinstance(layer.attention, MLA), isinstance(layer.feedforward, MoE)
+        self.self_attn = (LatentAttention if latent else Attention)(layer.attention, model)
+        self.mlp = (MixtureOfExperts if sparse else FeedForward)(layer.feedforward, model.width)
         self.input_layernorm = RMSNorm(model.width, model.norm_eps)
         self.post_attention_layernorm = RMSNorm(model.width, model.norm_eps)
 
     def forward(
-        self, x: Tensor, table: tuple[Tensor, Tensor], documents: Documents | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), table, documents, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self,
+        x: Tensor,
+        table: Table,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        x, loss = run_layer(self, x, table, documents, cache, tally)
+        return x if tally is None else (x, loss)
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, table: Table, documents: Documents | None, cache: Cache | None, tally: Tally | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return (x, balance loss) of anything that has a decoder layer's four parts."""
+    x = x + layer.self_attn(layer.input_layernorm(x), table, documents, cache)
+    normed = layer.post_attention_layernorm(x)
+    if isinstance(layer.mlp, FeedForward):
+        return x + layer.mlp(normed), None
+    out, loss = layer.mlp(normed, tally)
+    return x + out, loss
 
 
 class Body(nn.Module):
-    """Everything below the head. Layers are keyed by number, so a part of them keeps its names."""
+    """Everything below the head. Layers are keyed by number, so a part of them keeps its names.
+
+    Further predictions follow the layers in numbering, as in the published files.
+    """
 
     def __init__(self, model: Model):
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocabulary, model.width)
         self.layers = nn.ModuleDict({str(n): DecoderLayer(layer, model) for n, layer in enumerate(model.layers)})
+        for k, block in enumerate(model.mtp):
+            own = PredictionLayer(block, model, DecoderLayer(block.layer, model))
+            self.layers[str(len(model.layers) + k)] = own
         self.norm = RMSNorm(model.width, model.norm_eps)
 
 
 class Decoder(nn.Module):
-    """A language model of `spec` (tercet.spec.model.Model); build under torch.device("meta") to allocate later."""
+    """A language model of `spec` (tercet.spec.model.Model); build under torch.device("meta") to allocate later.
+
+    `mtp_weight` and `balance` say how much the terms besides the main loss count while training; whoever trains
+    sets them, step by step when a schedule asks for it.
+    """
 
     def __init__(self, spec: Model):
         super().__init__()
         self.spec = spec
+        self.balance = spec.balance
+        self.mtp_weight = 0.3 if spec.mtp else 0.0
         self.model = Body(spec)
         self.lm_head = None if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
 
@@ -68,18 +107,62 @@ class Decoder(nn.Module):
 
         input_ids, positions, labels: (batch, tokens) integers. documents: (documents + 1,) borders over the
         batch * tokens flattened tokens; without them each row is one document. labels are already shifted.
+
+        The loss's value is the main loss alone. While training, its gradient is that of the main loss plus the
+        balance and multi-token prediction terms: what is printed stays comparable, what is learned is the sum.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         borders = None if documents is None else Documents.of(documents, input_ids.device)
+        training = self.training and labels is not None and torch.is_grad_enabled()
+        tally = Tally.of(labels, documents, self.balance) if training and self.has_experts else None
+        extra: list[Tensor] = []
         x = self.model.embed_tokens(input_ids)
-        table = rotary_table(self.spec.rope, self.spec.layers[0].attention.head_dim, positions, x.dtype)
-        for n, layer in enumerate(self.model.layers.values()):
-            x = layer(x, table, borders, None if caches is None else caches[n])
+        layers = list(self.model.layers.values())
+        attention = self.spec.layers[0].attention
+        wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype
+        table = rotary_table(self.spec.rope, attention.rotary_dim, positions, wide)
+        for n, layer in enumerate(layers[: len(self.spec.layers)]):
+            x = layer(x, table, borders, None if caches is None else caches[n], tally)
+            if tally is not None:
+                x, loss = x
+                extra += [] if loss is None else [loss]
         x = self.model.norm(x)
         if labels is None:
             return nn.functional.linear(x, self.head_weight)
-        return next_token_loss(x, self.head_weight, labels)
+        main = next_token_loss(x, self.head_weight, labels)
+        if training and self.spec.mtp:
+            extra += self._further_losses(x, input_ids, labels, documents, table, borders, tally)
+        for term in extra:
+            main = main + (term - term.detach()).to(main.dtype)
+        return main
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.feedforward, MoE) for layer in self.spec.layers)
+
+    def _further_losses(
+        self,
+        state: Tensor,
+        input_ids: Tensor,
+        labels: Tensor,
+        documents: Tensor | None,
+        table: Table,
+        borders: Documents | None,
+        tally: Tally | None,
+    ) -> list[Tensor]:
+        """Return the multi-token prediction losses, weighted: mtp_weight / depth each (equation 25), and the
+        balance losses of their experts."""
+        found = []
+        depth = len(self.spec.mtp)
+        for k in range(depth):
+            tokens, ahead = further(input_ids, labels, documents, k + 1)
+            layer = self.model.layers[str(len(self.spec.layers) + k)]
+            state, balance = layer(state, self.model.embed_tokens(tokens), table, borders, tally)
+            found.append(next_token_loss(state, self.head_weight, ahead) * (self.mtp_weight / depth))
+            if balance is not None:
+                found.append(balance.to(found[-1].dtype))
+        return found
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], kind: str, spec: Model, seed: int) -> Tensor:
@@ -88,7 +171,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], kind: str, spec: Model, se
     | kind | start |
     |---|---|
     | norm | ones |
-    | bias | zeros |
+    | bias, balance | zeros |
     | o_proj, down_proj | normal, std / sqrt(2 * layers): the residual stream keeps its size with depth (GPT-2) |
     | all others | normal, std = spec.init_std |
 
@@ -96,7 +179,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], kind: str, spec: Model, se
     """
     if kind == "norm":
         return torch.ones(shape)
-    if kind == "bias":
+    if kind in ("bias", "balance"):
         return torch.zeros(shape)
     std = spec.init_std
     if "o_proj" in name or "down_proj" in name:

@@ -6,33 +6,39 @@ import torch
 from torch import Tensor, nn
 
 from tercet.model.attention import Documents, attend
-from tercet.model.rope import rotate
+from tercet.model.norm import RMSNorm
+from tercet.model.rope import Table, rotate
 from tercet.spec.blocks.gqa import GQA
+from tercet.spec.model import Model
 
-Cache = dict[str, Tensor]  # key and value of the tokens so far, (batch, tokens, kv_heads, head_dim)
+Cache = dict[str, Tensor]  # what one layer keeps of the tokens so far; its keys are the attention's own
 
 
 class Attention(nn.Module):
     """x (batch, tokens, width) -> the same shape."""
 
-    def __init__(self, spec: GQA, width: int):
+    def __init__(self, spec: GQA, model: Model):
         super().__init__()
-        self.head_dim = spec.head_dim
-        self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
-        self.o_proj = nn.Linear(spec.heads * spec.head_dim, width, bias=False)
+        width = model.width
+        self.head_dim, self.window = spec.head_dim, spec.window
+        self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=spec.bias)
+        self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.v_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, width, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
 
     def forward(
-        self, x: Tensor, table: tuple[Tensor, Tensor], documents: Documents | None = None, cache: Cache | None = None
+        self, x: Tensor, table: Table, documents: Documents | None = None, cache: Cache | None = None
     ) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_proj(x).view(shape), table)
-        k = rotate(self.k_proj(x).view(shape), table)
-        v = self.v_proj(x).view(shape)
+        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             if cache:
                 k, v = torch.cat((cache["k"], k), 1), torch.cat((cache["v"], v), 1)
             cache["k"], cache["v"] = k, v
-        out = attend(q, k, v, documents, self.head_dim**-0.5)
+        out = attend(q, k, v, documents, self.head_dim**-0.5, self.window)
         return self.o_proj(out.flatten(2))

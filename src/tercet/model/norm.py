@@ -1,4 +1,8 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / sqrt(mean(x²) + eps) * weight, computed in fp32."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / sqrt(mean(x²) + eps) * weight.
+
+Computed in fp32 whatever the type: published models were trained so, and a float64 model that is to equal them
+has to round where they do.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,19 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
+        wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
+        if x.dtype == torch.float64:
+            return (wide * scale).double() * weight
         return (wide * scale * weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        grad = grad.to(scale.dtype)
+        wide = torch.promote_types(x.dtype, scale.dtype)
+        normed = x.to(wide) * scale
+        grad = grad.to(wide)
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
         # d/dx of x * s(x): s * (g - n * mean(g * n)) with n the normalised row.

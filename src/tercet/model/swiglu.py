@@ -33,9 +33,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: SwiGLU, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(width, spec.ffn, bias=False)
-        self.up_proj = nn.Linear(width, spec.ffn, bias=False)
-        self.down_proj = nn.Linear(spec.ffn, width, bias=False)
+        self.gate_proj = nn.Linear(width, spec.ffn, bias=spec.bias)
+        self.up_proj = nn.Linear(width, spec.ffn, bias=spec.bias)
+        self.down_proj = nn.Linear(spec.ffn, width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))

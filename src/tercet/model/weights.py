@@ -4,22 +4,93 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tercet.errors import InputError
 from tercet.model.decoder import Decoder
+from tercet.model.stored import SafetensorsFolder, Stored
 from tercet.spec.families import FAMILIES, describe, read_config
+from tercet.spec.families.names import parts, shared_copies
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SHARD_BYTES = 4 * 10**9
+# What belongs to a tokenizer in a folder that may hold a whole model.
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+                   "chat_template*", "*.model", "*.tiktoken")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def open_weights(folder: Path, spec: Model) -> Stored:
+    """Return a folder's weights as the tensors of `spec`; `.tensor(name)` and `.rows(name, begin, end)` read.
+
+    Raises InputError that lists missing and unexpected tensors, or a wrong shape.
+    """
+    return Stored(SafetensorsFolder(folder), spec, read_config(folder))
+
+
+def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and stored buffer of `spec`, memory-mapped, in the type stored."""
+    yield from open_weights(folder, spec)
+
+
+def stored_weights(folder: Path, spec: Model) -> Callable[[str], Tensor]:
+    """Return name -> whole tensor on the CPU, for an engine that fills a model piece by piece."""
+    return open_weights(model_folder(folder), spec).tensor
+
+
+def model_folder(folder: str | Path) -> Path:
+    """Return the folder that holds config.json: the one given, or a run folder's model/."""
+    path = Path(folder).expanduser()
+    return path / "model" if (path / "recipe.yaml").is_file() and (path / "model").is_dir() else path
+
+
+def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
+    """Return the model of a Hugging Face folder, or of a run folder (its model/), in evaluation mode."""
+    path = model_folder(folder)
+    spec = describe(ModelSection(path=str(path)))
+    return fill(spec, open_weights(path, spec), stored_dtype(path, dtype)).eval()
+
+
+def stored_dtype(path: Path, dtype: str | None) -> torch.dtype:
+    """Return the type asked for, else the config's. Raises InputError for an unknown word."""
+    if dtype is None:
+        config = read_config(path)
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        return getattr(torch, stored.removeprefix("torch."), torch.float32)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def fill(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Decoder:
+    """Return a Decoder holding these tensors; buffers stay fp32. Raises when one is missing or left over."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+    kept = {t.name for t in spec.buffers()}
+    state = {name: value.to(torch.float32 if name in kept else dtype) for name, value in tensors}
+    model.load_state_dict(state, strict=True, assign=True)
+    make_buffers(model)
+    return model
+
+
+def make_buffers(model: torch.nn.Module, device: torch.device | str = "cpu") -> None:
+    """Give every buffer that is still on meta its start: zeros."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+# ------------------------------------------------------------------------------------------------------ writing
 
 
 def save_folder(
@@ -29,23 +100,58 @@ def save_folder(
     dtype: torch.dtype,
     tokenizer_folder: Path | None = None,
     token_ids: dict[str, int | None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that transformers' from_pretrained loads. Holds at most one shard in memory."""
+    """Write a folder that transformers' from_pretrained loads. Holds at most one shard in memory.
+
+    tensors: (name in memory, tensor) of every parameter of `spec` and every stored buffer, in any order; names
+    that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = FAMILIES[spec.family].to_hf(spec)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config |= {f"{name}_token_id": i for name, i in (token_ids or {}).items() if i is not None}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation = {k: v for k, v in config.items() if k.endswith("_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     if tokenizer_folder is not None:
-        for file in sorted(tokenizer_folder.iterdir()):
+        for file in sorted({f for pattern in TOKENIZER_FILES for f in tokenizer_folder.glob(pattern)}):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-    _write_shards(folder, tensors, dtype)
+        kept = tokenizer_folder / "generation_config.json"  # sampling settings that came with the model
+        if kept.is_file():
+            generation = {**json.loads(kept.read_text(encoding="utf-8")), **generation}
+    text = json.dumps(generation, indent=2, ensure_ascii=False)
+    (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+    write_shards(folder, _as_stored(spec, tensors, dtype), shard_bytes)
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+def _as_stored(
+    spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name on disk, CPU tensor): experts apart, copies of embedding and head, buffers in fp32."""
+    described = {t.name: t for t in (*spec.tensors(), *spec.buffers())}
+    copies: dict[str, list[str]] = {}
+    for part in shared_copies(spec):
+        copies.setdefault(part.tensor, []).append(part.name)
+    missing = set(described)
+    for name, value in tensors:
+        if name not in described:
+            continue
+        missing.discard(name)
+        tensor = described[name]
+        value = value.detach().to("cpu", torch.float32 if tensor.kind == "balance" else dtype)
+        for part in parts(tensor):
+            piece = value if part.expert is None else value[part.expert]
+            # A clone: safetensors refuses tensors that share memory, and views would keep the whole alive.
+            yield part.name, piece[part.begin : part.end].clone(memory_format=torch.contiguous_format)
+        for copy in copies.get(name, ()):
+            yield copy, value.clone(memory_format=torch.contiguous_format)
+    if missing:
+        raise InputError(f"cannot save the model: no value for {', '.join(sorted(missing)[:8])}")
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write safetensors of at most `shard_bytes` each (one larger tensor has its own), and the index if many."""
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
@@ -58,8 +164,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
             held, size = {}, 0
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
-        if size + tensor.nbytes > SHARD_BYTES:
+        if size + tensor.nbytes > shard_bytes:
             flush()
         held[name] = tensor
         size += tensor.nbytes
@@ -73,68 +178,3 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
     if len(shards) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> file. Raises InputError when a file that the index names is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = {n: folder / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        if missing := sorted({f.name for f in files.values() if not f.is_file()}):
-            raise InputError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
-        return files
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise InputError(f"{folder} has no model.safetensors and no index of shards")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of `spec`, memory-mapped, in the type stored.
-
-    Raises InputError that lists missing and unexpected tensors, or a wrong shape.
-    """
-    files, wanted = weight_files(folder), {t.name: t for t in spec.tensors()}
-    extra = set(files) - set(wanted) - ({"lm_head.weight"} if spec.tied else set())
-    missing = set(wanted) - set(files)
-    if missing or extra:
-        raise InputError(
-            f"{folder}: tensors do not match the model: missing {_names(missing)}; unexpected {_names(extra)}"
-        )
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name not in wanted:
-                    continue
-                tensor = file.get_tensor(name)
-                if tuple(tensor.shape) != wanted[name].shape:
-                    raise InputError(f"{path}: {name} has shape {tuple(tensor.shape)}, expected {wanted[name].shape}")
-                yield name, tensor
-
-
-def _names(names: set[str]) -> str:
-    if not names:
-        return "none"
-    shown = ", ".join(sorted(names)[:8])
-    return f"{len(names)} ({shown}{', …' if len(names) > 8 else ''})"
-
-
-def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
-    """Return the model of a Hugging Face folder, or of a run folder (its model/), in evaluation mode."""
-    path = Path(folder).expanduser()
-    if (path / "recipe.yaml").is_file() and (path / "model").is_dir():
-        path = path / "model"
-    spec = describe(ModelSection(path=str(path)))
-    if dtype is None:
-        config = read_config(path)
-        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-        target = getattr(torch, stored.removeprefix("torch."), torch.float32)
-    elif dtype in DTYPES:
-        target = DTYPES[dtype]
-    else:
-        raise InputError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    with torch.device("meta"):
-        model = Decoder(spec)
-    model.load_state_dict({n: t.to(target) for n, t in read_tensors(path, spec)}, strict=True, assign=True)
-    return model.eval()

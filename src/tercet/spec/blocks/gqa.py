@@ -18,6 +18,10 @@ class GQA:
     qk_norm: bool = False  # RMS norm over each head of queries and keys before rotation (Qwen3)
     window: int | None = None  # a token sees at most this many tokens, itself included (Mistral)
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
     def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         found = []

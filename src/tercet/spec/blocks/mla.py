@@ -22,11 +22,16 @@ class MLA:
     q_rank: int | None = None  # None: queries by one full matrix (V2-Lite)
     bias: bool = False  # on the projections that read or write the residual stream
     interleaved: bool = True  # rotary pairs are neighbours (0, 1), (2, 3), …; False: (0, half), (1, half + 1), …
+    fp32_rotation: bool = False  # rotate in fp32 whatever the model's type (V2's code; V3's uses the model's type)
     latent_eps: float = 1e-6  # of the latents' norms: DeepSeek's code keeps this whatever rms_norm_eps says
 
     @property
     def query_dim(self) -> int:
         return self.nope_dim + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
 
     def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]:
         q, kv = self.heads * self.query_dim, self.heads * (self.nope_dim + self.value_dim)

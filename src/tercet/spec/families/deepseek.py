@@ -132,6 +132,7 @@ def _attention(sizes: Sizes, family: str) -> Block:
         q_rank=sizes.get("q_rank") or None,
         bias=bias,
         interleaved=bool(sizes.get("rope_interleaved", True)),
+        fp32_rotation=family == "deepseek_v2",
     )
 
 
