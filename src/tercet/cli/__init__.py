@@ -1,0 +1,68 @@
+"""The command line: one file per command. Here only Typer and the printing of errors."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import typer
+
+app = typer.Typer(
+    name="tercet",
+    help="Train DeepSeek-style language models on a few graphics cards; know beforehand what fits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        from tercet import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+for _command in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_command.name}").register(app)
+
+
+def main() -> None:
+    """Run the command line; every error is one message on stderr and an exit code, never a traceback."""
+    from tercet.errors import InterruptedRun, TercetError
+
+    for stream in (sys.stdout, sys.stderr):
+        # A console that lacks a character shows a mark instead of ending the run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except TercetError as error:
+        kind = "" if isinstance(error, InterruptedRun) else "error: "
+        print(f"{kind}{error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        _unexpected(error)
+        sys.exit(1)
+
+
+def _unexpected(error: Exception) -> None:
+    """A fault of ours: say so in one line and keep the traceback in a file."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="tercet-error-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    print(
+        f"error: {type(error).__name__}: {error}\n"
+        f"This is a fault of Tercet, not of your input. The details are in {file.name}.",
+        file=sys.stderr,
+    )

@@ -19,7 +19,7 @@ from tercet.model.decoder import Decoder, initial_tensor
 from tercet.parallel.data import Replicated
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
-from tercet.parallel.recompute import recompute_layers
+from tercet.parallel.recompute import recompute
 from tercet.parallel.shard import Sharded, Sharder
 from tercet.parallel.world import World
 from tercet.spec.model import Model
@@ -51,6 +51,7 @@ class NativeEngine:
         self._stop_ids = tuple(stop_ids)
         self._precision = PRECISIONS[precision]
         self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
+        self._updates = 0  # of these, the ones that changed the weights: AdamW's own count
         self._peak: dict[str, int] = {}
         self.layout = self._build(strategy, weights)
         self.module = self.layout.module
@@ -81,6 +82,7 @@ class NativeEngine:
         sharder = Sharder(self.world, self._precision, strategy) if strategy.zero and self.world.size > 1 else None
         for name, layer in module.model.layers.items():
             fill(layer, f"model.layers.{name}.")
+            recompute(layer, strategy.recompute)
             if sharder is not None:
                 sharder.shard(layer)
             if strategy.compile:
@@ -91,7 +93,6 @@ class NativeEngine:
             layout = Sharded(module, self.spec, self.world, self._precision, strategy)
         else:
             layout = Replicated(module, self.spec, self.world, self._precision)
-        recompute_layers(module, strategy.recompute)
         return layout
 
     def _make_moments(self) -> None:
@@ -147,6 +148,7 @@ class NativeEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self._updates += 1
         self.layout.after_update()
         return StepResult(loss, norm, tokens)
 
@@ -193,10 +195,6 @@ class NativeEngine:
             found += [(f"{m}/{part.name}", state[m][cut], begin) for m in MOMENTS]
         return found
 
-    def save_bytes(self) -> int:
-        """Return the bytes that this rank writes in a save."""
-        return sum(tensor.nbytes for _, tensor, _ in self._saved_rows())
-
     def save(self, folder: Path) -> Save:
         # From a card the copy to the host is taken now and written behind the next steps. On the CPU a copy would
         # cost what it saves, so the file is written at once.
@@ -204,7 +202,8 @@ class NativeEngine:
         tensors = {key: on_cpu(tensor) for key, tensor, _ in rows}
         begins = {key.partition("/")[2]: begin for key, _, begin in rows}
         path = folder / f"rank-{self.world.rank}.safetensors"
-        return Save(path, tensors, begins, background=self.world.device.type != "cpu")
+        position = {"steps_done": self.steps_done, "updates": self._updates}
+        return Save(path, tensors, begins, position, background=self.world.device.type != "cpu")
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:
@@ -220,14 +219,11 @@ class NativeEngine:
             reader.read_into(f"weights/{part.name}", part.begin, part.value)
             for moment in MOMENTS:
                 reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
-        self.layout.after_update()
-        return ["weights", *MOMENTS]
-
-    def set_position(self, steps_done: int, updates: int) -> None:
-        """Continue after `steps_done` steps, of which `updates` changed the weights."""
-        self.steps_done = steps_done
+        self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
         for part in self.layout.parts:
-            self.optimizer.state[part.value]["step"].fill_(updates)
+            self.optimizer.state[part.value]["step"].fill_(self._updates)
+        self.layout.after_update()
+        return ["weights", *MOMENTS, "position"]
 
     # ------------------------------------------------------------------------------------------------- memory
 

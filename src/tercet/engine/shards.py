@@ -33,9 +33,12 @@ def file_hash(path: Path) -> str:
 class Save:
     """One rank's file being written, in a thread of its own when `background`."""
 
-    def __init__(self, path: Path, tensors: dict[str, Tensor], rows: dict[str, int], background: bool):
+    def __init__(
+        self, path: Path, tensors: dict[str, Tensor], rows: dict[str, int], position: dict[str, int], background: bool
+    ):
+        """`rows`: parameter name -> first row; `position`: the engine's counts of steps."""
         self._path, self._error, self._result = path, None, {}
-        self._tensors, self._rows = tensors, rows
+        self._tensors, self._metadata = tensors, {"rows": json.dumps(rows), "position": json.dumps(position)}
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
         if self._thread:
             self._thread.start()
@@ -44,7 +47,7 @@ class Save:
 
     def _run(self) -> None:
         try:
-            write_file(self._path, self._tensors, self._rows)
+            write_file(self._path, self._tensors, self._metadata)
             size = self._path.stat().st_size
             self._result = {self._path.name: {"bytes": size, "blake2b": file_hash(self._path)}}
         except BaseException as error:  # handed to the rank that waits, whatever it is
@@ -63,11 +66,10 @@ class Save:
         return self._result
 
 
-def write_file(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> None:
+def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write and sync one file. safetensors reports a full disk as an error of its own: made an OSError here."""
-    metadata = {"format": "pt", "rows": json.dumps(rows)}
     try:
-        save_file(tensors, path, metadata=metadata)
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
     except OSError:
         raise
     except Exception as error:
@@ -87,6 +89,7 @@ class Reader:
         for path in sorted(folder.glob("rank-*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 rows = json.loads(file.metadata()["rows"])
+                self.position: dict[str, int] = json.loads(file.metadata()["position"])
                 for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     begin = rows[key.partition("/")[2]]
                     length = file.get_slice(key).get_shape()[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What `selective` keeps: results that cost a matmul or an attention. Everything else is recomputed.
 KEPT = {
@@ -25,12 +25,21 @@ def _policy(context: object, op: Callable, *args: object, **kwargs: object) -> C
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_layers(layers: nn.ModuleDict, level: str) -> None:
-    """Wrap each layer in place. `full` keeps a layer's input only; `selective` also its matmul results."""
+def recompute(layer: nn.Module, level: str) -> None:
+    """Make a layer recompute, in place: `full` keeps its input only, `selective` also its matmuls' results.
+
+    Replaces `forward` instead of wrapping the module, so names stay; call before sharding, whose hooks run outside.
+    """
     if level == "none":
         return
-    extra = {}
+    options: dict[str, Any] = {"use_reentrant": False}
     if level == "selective":
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for name, layer in layers.items():
-        layers[name] = checkpoint_wrapper(layer, preserve_rng_state=True, **extra)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    plain = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, **options, **kwargs)
+
+    layer.forward = forward

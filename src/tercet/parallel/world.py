@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from tercet.errors import InputError
 
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,22 @@ class World:
         self.any(False)
 
 
-def launch_variables() -> dict[str, int] | None:
+def launch_variables(meeting_point: bool = True) -> dict[str, int] | None:
     """Return rank, size and local rank from the launcher's environment, or None when there was no launcher.
 
     Raises InputError when only a part is set or the numbers cannot be true.
     """
-    present = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
+    wanted = NUMBERS + (MEETING_POINT if meeting_point else ())
+    present = {name: os.environ[name] for name in wanted if os.environ.get(name)}
     if "RANK" not in present and "WORLD_SIZE" not in present:
         return None
-    if missing := [name for name in LAUNCH_VARIABLES if name not in present]:
+    if missing := [name for name in wanted if name not in present]:
         raise InputError(
             f"the launcher set {', '.join(present)} but not {', '.join(missing)}",
             "Start with tercet train alone, or with torchrun, which sets all of them.",
         )
     numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in NUMBERS:
         try:
             numbers[name] = int(present[name])
         except ValueError:
@@ -70,10 +72,13 @@ def launch_variables() -> dict[str, int] | None:
     return numbers
 
 
-def open_world(timeout_seconds: float) -> World:
-    """Join the process group that the launcher's environment names; alone, without one, make none."""
-    numbers = launch_variables() or {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    rank, size, local = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
+    """Join the process group that the launcher's environment names; alone, without one, make none.
+
+    With `store_file` the ranks meet in that file instead of at a port, so two jobs never want the same one.
+    """
+    numbers = launch_variables(meeting_point=store_file is None) or dict(zip(NUMBERS, (0, 1, 0), strict=True))
+    rank, size, local = (numbers[name] for name in NUMBERS)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise InputError(
@@ -86,7 +91,10 @@ def open_world(timeout_seconds: float) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if size > 1:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds))
+        store = dist.FileStore(store_file, size) if store_file else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+        )
     return World(rank, size, local, device)
 
 

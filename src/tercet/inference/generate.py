@@ -1,0 +1,44 @@
+"""Text from a model folder and a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tercet.errors import InputError
+from tercet.model.decode import generate
+from tercet.model.weights import load_model
+from tercet.spec.families import read_config
+
+
+def generate_text(
+    folder: str | Path, prompt: str, tokens: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+) -> tuple[str, list[int]]:
+    """Return (continuation, its ids). `folder` is a run folder or a Hugging Face folder with a tokenizer.
+
+    Raises InputError when the folder has no model or no tokenizer, or the prompt has no token.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(folder).expanduser()
+    if (path / "recipe.yaml").is_file():
+        if not (path / "model").is_dir():
+            raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+        path = path / "model"
+    model = load_model(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    config = read_config(path)
+    if (bos := config.get("bos_token_id")) is not None:
+        ids = [bos, *ids]
+    if not ids:
+        raise InputError("the prompt has no tokens", "Give at least one character.")
+    eos = config.get("eos_token_id")
+    stop = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    new = generate(
+        model, len(model.spec.layers), ids, tokens, vocabulary=min(len(tokenizer), model.spec.vocabulary), stop=stop,
+        temperature=temperature, top_p=top_p, seed=seed,
+    )  # fmt: skip
+    return tokenizer.decode(new), new

@@ -1,0 +1,67 @@
+"""Started by somebody else's launcher (torchrun, accelerate): this process is one rank already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tercet.errors import TercetError
+from tercet.parallel.world import World, launch_variables, open_world
+from tercet.spec.recipe import Recipe, load_recipe
+from tercet.spec.run_folder import RunFolder, open_run
+from tercet.training.lock import RunLock
+from tercet.training.rank import die_with_parent, run_as_rank
+from tercet.training.stop import Stop
+from tercet.training.supervise import changed_keys, make_plan, new_run, refuse_changes, write_run
+
+
+def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str | None, resume: str | None) -> int:
+    """Run this rank and return its exit code. Rank 0 makes the folder and tells the others."""
+    die_with_parent()
+    stop = Stop()
+    stop.install()
+    numbers = launch_variables()
+    assert numbers is not None
+    recipe = load_recipe(open_run(resume).recipe if resume else recipe_name or "", overrides)
+    world = open_world(recipe.train.collective_timeout_seconds)
+    outcome: tuple[Path | None, TercetError | None] = (None, None)
+    lock = None
+    if world.rank == 0:
+        print(f"started by a launcher: {world.size} ranks, rank 0 on {world.device}, process {os.getpid()}", flush=True)
+        try:
+            run, lock = _set_up(recipe, world, overrides, output, resume)
+            outcome = (run.path, None)
+        except TercetError as error:
+            outcome = (None, error)
+    path, error = world.gather(outcome)[0]
+    if error is not None or path is None:
+        if world.rank == 0 and error is not None:
+            raise error
+        return error.exit_code if error else 1
+    try:
+        pids = world.gather(os.getpid())
+        if lock is not None:
+            lock.ranks(pids)
+        return run_as_rank(recipe, RunFolder(path), world.rank, stop, lambda: world)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _set_up(
+    recipe: Recipe, world: World, overrides: Sequence[str], output: str | None, resume: str | None
+) -> tuple[RunFolder, RunLock]:
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    plan = make_plan(recipe, world.size, say)
+    if resume is not None:
+        run = open_run(resume)
+        refuse_changes(changed_keys(load_recipe(run.recipe), recipe))
+    else:
+        run = new_run(recipe, output)
+    lock = RunLock(run.lock)
+    write_run(run, recipe, plan)
+    say(f"run folder: {run.path}")
+    return run, lock

@@ -1,0 +1,83 @@
+"""run.lock: keeps a second process out of a run folder, and tells a stale lock from a live one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from tercet.errors import TercetError
+
+
+def process_record(pid: int) -> dict[str, Any]:
+    """Return pid, host and start time: a process number alone may have been given to somebody else since."""
+    return {"pid": pid, "host": socket.gethostname(), "started": psutil.Process(pid).create_time()}
+
+
+def is_alive(record: dict[str, Any]) -> bool | None:
+    """Return whether a recorded process still runs; None when it belongs to another host, so nobody here knows."""
+    if record["host"] != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(record["pid"])
+        return abs(process.create_time() - record["started"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+class RunLock:
+    """Held by the supervisor while a run is running; `ranks()` adds the ranks' processes."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("a+b")
+        try:
+            # The kernel drops this lock when the process ends, however it ends; the content names the holder.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._refuse(self._read())
+        content = self._read()
+        for record in (content.get("supervisor"), *content.get("ranks", ())):
+            if record and is_alive(record) is not False:
+                self._refuse(content, record)
+        self._content: dict[str, Any] = {"supervisor": process_record(os.getpid()), "ranks": []}
+        self._write()
+
+    def _read(self) -> dict[str, Any]:
+        self._file.seek(0)
+        try:
+            return orjson.loads(self._file.read())
+        except orjson.JSONDecodeError:
+            return {}
+
+    def _write(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(orjson.dumps(self._content))
+        self._file.flush()
+
+    def _refuse(self, content: dict[str, Any], record: dict[str, Any] | None = None) -> None:
+        record = record or content.get("supervisor", {})
+        self._file.close()
+        raise TercetError(
+            f"{self._path.parent} is in use by process {record.get('pid', '?')} on {record.get('host', '?')}",
+            f"Wait for it to end. If that machine is no longer running it, delete {self._path}.",
+        )
+
+    def ranks(self, pids: list[int]) -> None:
+        self._content["ranks"] = []
+        for rank, pid in enumerate(pids):
+            try:
+                self._content["ranks"].append({"rank": rank, **process_record(pid)})
+            except psutil.Error:
+                continue  # ended already; the supervisor finds out why
+        self._write()
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
