@@ -1,0 +1,161 @@
+"""The report of prepared data: figures that can be written as JSON, and how they read as lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tercet.data.corpus import PLACES, TRAIN, VALIDATION, Corpus, Findings
+from tercet.data.mix import Mix
+from tercet.data.shards import Rows, Writer
+from tercet.units import show_count
+
+
+def report(
+    checked: Corpus,
+    writers: Sequence[Writer],
+    sets: Sequence[Rows],
+    validation: Writer | None,
+    held_out: Rows | None,
+    characters: dict[int, int],
+    capacity: int,
+) -> dict[str, Any]:
+    """Return the figures. Lengths are those of training documents as they came, control tokens included."""
+    lengths = np.concatenate(
+        [np.frombuffer(w.full_lengths, np.int64) for w in writers if w.full_lengths] or [np.zeros(0)]
+    )
+    train, held = checked.findings["train"], checked.findings["validation"]
+    sequences = sum(map(len, sets))
+    tokens = sum(s.tokens for s in sets)
+    return {
+        "rows": _rows(checked, validation),
+        "dropped": {"train": _dropped(train), "validation": _dropped(held)},
+        "seen": _split(train.seen + held.seen, ""),
+        "kinds": _split(train.seen + held.seen, "kind: "),
+        "ignored_columns": _split(train.seen + held.seen, "column: "),
+        "characters": {"train": characters[TRAIN], "validation": characters[VALIDATION]},
+        "tokens": {"train": tokens, "validation": held_out.tokens if held_out else 0},
+        "lengths": _lengths(lengths, capacity),
+        "duplicates": checked.duplicates,
+        "overlap": checked.overlap,
+        "sequences": {"train": sequences, "validation": len(held_out) if held_out else 0},
+        "documents": {
+            "train": sum(s.documents for s in sets),
+            "validation": held_out.documents if held_out else 0,
+        },
+        "padding_share": round(1 - tokens / (sequences * capacity), 6) if sequences else 0.0,
+        "sequence_tokens": capacity,
+        "sources": [
+            {
+                "path": s.section.path,
+                "files": len(s.files),
+                "bytes": s.bytes,
+                "tokens": r.tokens,
+                "sequences": len(r),
+            }
+            for s, r in zip(checked.train, sets, strict=True)
+        ],
+    }
+
+
+def _rows(checked: Corpus, validation: Writer | None) -> dict[str, int]:
+    """Rows read = rows trained + rows held out + rows dropped, always."""
+    train, held = checked.findings["train"], checked.findings["validation"]
+    held_out = 0
+    if checked.fraction and validation is not None:
+        held_out = sum(m.count(VALIDATION) for m in checked.marks) - checked.late[VALIDATION]
+    return {
+        "read": train.rows + held.rows,
+        "train": train.kept - held_out,
+        "validation": held.kept + held_out,
+        "dropped": sum(train.dropped.values()) + sum(held.dropped.values()),
+    }
+
+
+def _dropped(findings: Findings) -> dict[str, Any]:
+    return {r: {"rows": n, "places": findings.places[r]} for r, n in findings.dropped.most_common()}
+
+
+def _split(seen: Counter[str], prefix: str) -> dict[str, int]:
+    """Return the counts under a prefix, most frequent first; prefix "" takes those that have none."""
+    if prefix:
+        return {k.removeprefix(prefix): n for k, n in seen.most_common() if k.startswith(prefix)}
+    return {k: n for k, n in seen.most_common() if ": " not in k}
+
+
+def _lengths(lengths: np.ndarray, capacity: int) -> dict[str, Any]:
+    if not lengths.size:
+        return {}
+    quantiles = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99], method="lower").astype(int).tolist()
+    edges = [0]
+    while edges[-1] < lengths.max():
+        edges.append(max(16, edges[-1] * 2))
+    counts, _ = np.histogram(lengths, bins=[e + 0.5 for e in edges])
+    return {
+        "min": int(lengths.min()),
+        **dict(zip(("p10", "median", "p90", "p99"), quantiles, strict=True)),
+        "max": int(lengths.max()),
+        "mean": round(float(lengths.mean()), 1),
+        "longer_than_a_row": int((lengths > capacity).sum()),
+        "histogram": [[int(e), int(c)] for e, c in zip(edges[1:], counts, strict=True)],
+    }
+
+
+def add_shares(figures: dict[str, Any], mix: Mix) -> None:
+    """Put each source's share, and how often one epoch repeats it, into the figures."""
+    for source, rows, share in zip(figures["sources"], mix.sources, mix.shares, strict=True):
+        source["share"] = round(float(share), 6)
+        source["repeats_per_epoch"] = (
+            round(float(share) * mix.rows_per_epoch / len(rows), 4) if len(rows) else 0.0
+        )
+
+
+def lines(figures: dict[str, Any]) -> list[str]:
+    """Return the figures as lines of text."""
+    rows, lengths = figures["rows"], figures["lengths"]
+    out = [
+        f"rows        {rows['read']} read = {rows['train']} to train + {rows['validation']} held out"
+        f" + {rows['dropped']} dropped",
+        _pair("characters", figures["characters"]),
+        _pair("tokens", figures["tokens"]),
+        f"lengths     {lengths.get('min', 0)} to {lengths.get('max', 0)} tokens,"
+        f" median {lengths.get('median', 0)},"
+        f" 90 % up to {lengths.get('p90', 0)}, 99 % up to {lengths.get('p99', 0)}",
+        *_histogram(lengths.get("histogram", [])),
+        f"sequences   {figures['sequences']['train']} of {figures['sequence_tokens']} tokens to train,"
+        f" {figures['sequences']['validation']} held out, {100 * figures['padding_share']:.2f} % padding",
+        f"duplicates  {figures['duplicates']} rows repeat an earlier one",
+        f"overlap     {figures['overlap']} held-out rows also occur in training",
+    ]
+    for name, dropped in figures["dropped"].items():
+        for reason, found in dropped.items():
+            out.append(f"dropped     {found['rows']} of {name}: {reason}")
+            out += [f"            {place}" for place in found["places"]]
+            if found["rows"] > PLACES:
+                out.append(f"            … and {found['rows'] - PLACES} more")
+    for title, name in (("seen", "seen"), ("kinds", "kinds"), ("ignored", "ignored_columns")):
+        if figures[name]:
+            out.append(f"{title:<12}" + ", ".join(f"{k} {n}" for k, n in figures[name].items()))
+    for source in figures["sources"]:
+        out.append(
+            f"source      {source['path']}: {source['files']} files, {show_count(source['tokens'])} tokens,"
+            f" {source['sequences']} sequences, {100 * source['share']:.1f} % of what is trained,"
+            f" each row {source['repeats_per_epoch']:g} times per epoch"
+        )
+    return out
+
+
+def _pair(name: str, sides: dict[str, int]) -> str:
+    return f"{name:<12}{sides['train']} to train, {sides['validation']} held out"
+
+
+def _histogram(bins: Sequence[Sequence[int]], width: int = 40) -> list[str]:
+    most = max((count for _, count in bins), default=0)
+    return [
+        f"            up to {edge:>8}  {count:>8}  {'#' * -(-count * width // most)}"
+        for edge, count in bins
+        if count
+    ]

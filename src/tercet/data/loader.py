@@ -1,0 +1,131 @@
+"""From packed rows to batches of tensors. Its state is one integer, the step; the rest follows from the seed.
+
+Shapes: B rows, T tokens (`sequence_tokens`), n documents in a batch, padding counted as a document of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tercet.data.prepare import Prepared
+
+IGNORED = -100  # label of a token that is not trained
+IDLE = -1  # number of a place that holds no row
+
+
+@dataclass
+class Batch:
+    """Rows for one micro-batch.
+
+    `input_ids` (B, T) int64. `labels` (B, T) int64: the token to predict at each place, already shifted,
+    -100 where nothing is trained; this is the only place in Tercet that shifts. `positions` (B, T) int64:
+    from 0 within each document. `documents` (n+1,) int32: where documents begin in the flattened B·T
+    tokens, and the end; borders of rows are borders of documents. `rows`: number of the sample in each
+    place, -1 for an idle place.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    rows: list[int]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of labels that count in the loss."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device."""
+        move = {n: getattr(self, n).to(device, non_blocking=True) for n in _TENSORS}
+        return replace(self, **move)
+
+
+_TENSORS = ("input_ids", "labels", "positions", "documents")
+
+
+class Loader:
+    """Deals the same global batches to any number of ranks.
+
+    A step's row i is sample `step · batch_sequences + i` of the endless order, so a set smaller than a
+    batch simply goes on into its next epoch, and nothing is left over at the end of one.
+    """
+
+    def __init__(self, prepared: Prepared, batch_sequences: int, seed: int):
+        self.mix = replace(prepared.train, seed=seed)
+        self.validation = prepared.validation
+        self.batch_sequences = batch_sequences
+        self.tokens = prepared.sequence_tokens
+        self.pad_id = prepared.pad_id
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self.mix.rows_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.rows_per_epoch / self.batch_sequences
+
+    def micro_batches(self, step: int, *, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step (from 0).
+
+        Place j of micro-step a on rank r holds row (a · ranks + r) · micro_batch + j of the global batch;
+        places beyond the batch are idle. Every rank gets ceil(batch_sequences / (ranks · micro_batch)) of
+        them.
+        """
+        start = step * self.batch_sequences
+        batches = []
+        for places in _deal(self.batch_sequences, rank, ranks, micro_batch):
+            numbers = [start + i if i < self.batch_sequences else IDLE for i in places]
+            batches.append(self._batch(numbers, self.mix.row))
+        return batches
+
+    def evaluation(self, *, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
+        """Yield this rank's share of the held-out rows, in their order: each row once over all ranks.
+
+        Every rank gets the same number of batches; idle places fill up the last. Nothing when nothing is
+        held out.
+        """
+        if self.validation is None:
+            return
+        count = len(self.validation)
+        for places in _deal(count, rank, ranks, micro_batch):
+            yield self._batch([i if i < count else IDLE for i in places], self.validation.row)
+
+    def _batch(self, numbers: Sequence[int], row: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Batch:
+        shape = (len(numbers), self.tokens)
+        ids = np.full(shape, self.pad_id, np.int64)
+        labels = np.full(shape, IGNORED, np.int64)
+        positions = np.empty(shape, np.int64)
+        lengths: list[np.ndarray] = []
+        everywhere = np.arange(self.tokens)
+        for place, number in enumerate(numbers):
+            tokens, documents = row(number) if number != IDLE else (ids[place, :0], np.zeros(0, np.int64))
+            used = tokens.size
+            if used < self.tokens:
+                documents = np.append(documents, self.tokens - used)  # padding is a document nobody trains
+            starts = np.cumsum(documents) - documents
+            ids[place, :used] = tokens
+            labels[place, : max(used - 1, 0)] = ids[place, 1:used]
+            # The last token of a document has no successor: the next one belongs to somebody else.
+            labels[place, starts[1:] - 1] = IGNORED
+            positions[place] = everywhere - np.repeat(starts, documents)
+            lengths.append(documents)
+        borders = np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int32)
+        tensors = map(torch.from_numpy, (ids, labels, positions, borders))
+        return Batch(*tensors, rows=list(numbers))
+
+
+def _deal(count: int, rank: int, ranks: int, micro_batch: int) -> Iterator[range]:
+    """Yield, per micro-step, the places of a rank among `count` rows; the last ones may lie beyond them."""
+    for step in range(-(-count // (ranks * micro_batch))):
+        first = (step * ranks + rank) * micro_batch
+        yield range(first, first + micro_batch)

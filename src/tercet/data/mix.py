@@ -1,0 +1,76 @@
+"""Which row is trained as the n-th: the sources joined by their weights, in the order of a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from tercet.data import order
+from tercet.data.shards import Rows
+from tercet.errors import InputError
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Packed rows of one or more sources. `weights` has one per source, or is None: all rows once per epoch.
+
+    With weights, sample n goes to the source that is furthest behind its share, and takes the next row of
+    that source's own endless sequence of permutations: shares are exact at every step, not on average.
+    """
+
+    sources: tuple[Rows, ...]
+    weights: tuple[float, ...] | None
+    seed: int
+
+    @cached_property
+    def rows_per_epoch(self) -> int:
+        """Rows of all sources together; with weights the name for that many samples."""
+        return sum(len(s) for s in self.sources)
+
+    @cached_property
+    def shares(self) -> tuple[Fraction, ...]:
+        """Share of the trained sequences per source; they sum to 1."""
+        numbers = (
+            [Fraction(str(w)) for w in self.weights]
+            if self.weights
+            else [Fraction(len(s)) for s in self.sources]
+        )
+        return tuple(n / sum(numbers) for n in numbers)
+
+    @cached_property
+    def _borders(self) -> np.ndarray:
+        return np.cumsum([len(s) for s in self.sources])
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """Return (source, row in it) of sample number `sample`, from 0. A function of the seed and the
+        number.
+        """
+        if self.weights is None:
+            epoch, inside = divmod(sample, self.rows_per_epoch)
+            row = int(order.permutation(self.rows_per_epoch, self.seed, epoch)[inside])
+            source = int(np.searchsorted(self._borders, row, side="right"))
+            return source, row - (int(self._borders[source - 1]) if source else 0)
+        source, before = order.owner(self.shares, sample)
+        epoch, inside = divmod(before, len(self.sources[source]))
+        return source, int(order.permutation(len(self.sources[source]), self.seed, epoch, source)[inside])
+
+    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, lengths of the documents) of sample number `sample`."""
+        source, row = self.place(sample)
+        return self.sources[source].row(row)
+
+
+def read_weights(weights: Sequence[float | None], names: Sequence[str]) -> tuple[float, ...] | None:
+    """Return the sources' weights, or None when none is given. Raises InputError when only some have one."""
+    if all(w is None for w in weights):
+        return None
+    if missing := [n for n, w in zip(names, weights, strict=True) if w is None]:
+        raise InputError(
+            f"data.train: {', '.join(missing)} has no weight, but other sources have one",
+            "Give every source a weight, or none: then every row is trained once per epoch.",
+        )
+    return tuple(float(w) for w in weights if w is not None)

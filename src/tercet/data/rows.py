@@ -1,0 +1,165 @@
+"""What a reader yields: a Row (text that can be trained on) or a Fault (a row that cannot, and why).
+
+Rows are judged one by one, never from a type guessed out of the first block of a file, so neither the order
+of rows nor a stray column changes the outcome.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BAD_JSON = "bad JSON"
+NOT_OBJECT = "not an object"
+MISSING = "missing text"
+NULL = "null text"
+WRONG_TYPE = "wrong type"
+EMPTY = "empty text"
+BAD_BYTES = "invalid bytes"
+SURROGATE = "lone surrogate"
+CHAT = "chat row"
+SURROGATE_DETAIL = "an escape is half of a surrogate pair and stands for no character"
+
+# Columns by which the usual chat layouts are known: (name of the layout, columns of which all must be there).
+_CHATS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("conversations", ("conversations",)),
+    ("conversation", ("conversation",)),
+    ("dialogue", ("dialogue",)),
+    ("dialog", ("dialog",)),
+    ("preference", ("chosen", "rejected")),
+    ("instruction", ("instruction",)),
+    ("prompt and completion", ("prompt", "completion")),
+    ("prompt and response", ("prompt", "response")),
+    ("prompt and answer", ("prompt", "answer")),
+    ("question and answer", ("question", "answer")),
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """One text, or one part of a text that is too long to hold at once.
+
+    `line` and `column` count from 1. `starts` and `ends` say whether the document begins and ends here; a
+    row that is a whole document has both. Parts of one document follow one another.
+    """
+
+    line: int
+    column: int
+    text: str
+    starts: bool = True
+    ends: bool = True
+
+
+@dataclass(slots=True)
+class Fault:
+    """A row that cannot be used. `fatal` means that the rows after it cannot be found, so it cannot be
+    skipped.
+    """
+
+    line: int
+    column: int
+    reason: str
+    detail: str
+    excerpt: str = ""
+    fatal: bool = False
+
+
+@dataclass
+class Reading:
+    """How to read a file, and what was seen on the way.
+
+    `columns` maps our column name to the file's. `part_characters` is the size of the parts in which plain
+    text is handed out. `seen` counts what is no fault but worth telling: blank lines, byte order marks,
+    CRLF row ends, columns that nothing reads, kinds of rows.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    part_characters: int = 1 << 20
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def text_column(self) -> str:
+        return self.columns.get("text", "text")
+
+
+def excerpt(text: str, around: int = 0, width: int = 60) -> str:
+    """Return at most `width` characters near a place, on one line, safe to print."""
+    start = max(0, min(around - width // 3, len(text) - width))
+    piece = text[start : start + width]
+    piece = "".join(
+        c if c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF else f"\\u{ord(c):04x}" for c in piece
+    )
+    return f"{'…' if start else ''}{piece}{'…' if start + width < len(text) else ''}"
+
+
+def chat_kind(columns: Any) -> str | None:
+    """Return the chat layout that a row's columns show, or None."""
+    names = set(columns)
+    return next((kind for kind, needed in _CHATS if names.issuperset(needed)), None)
+
+
+def judge(
+    row: Any,
+    reading: Reading,
+    line: int,
+    column: int,
+    column_of: Callable[[str], int],
+    shown: Callable[[], str],
+) -> Row | Fault:
+    """Return the Row of a decoded JSON value, or the Fault that it is.
+
+    `column_of(name)` gives the column at which a value stands, `shown()` an excerpt: both are asked for
+    only when there is a fault, since finding them costs a second parse.
+    """
+    if type(row) is not dict:
+        reading.seen["kind: other"] += 1
+        return Fault(
+            line, column, NOT_OBJECT, f'a row is an object like {{"text": …}}, not {_kind(row)}', shown()
+        )
+    name = reading.text_column
+    text = row.get(name)
+    if type(text) is str:
+        reading.seen["kind: text"] += 1
+        if len(row) > 1:
+            for key in row:
+                if key != name:
+                    reading.seen[f"column: {excerpt(str(key))}"] += 1
+        if text and not text.isspace():
+            return Row(line, column, text)
+        return Fault(line, column_of(name), EMPTY, f"{name!r} is empty or only white space", shown())
+    if kind := chat_kind(row):
+        reading.seen[f"kind: {kind}"] += 1
+        return Fault(line, column, CHAT, f"chat row ({kind}): training on chats is not built yet", shown())
+    reading.seen["kind: other"] += 1
+    if name not in row:
+        names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
+        return Fault(line, column, MISSING, f"no column {name!r} (columns: {names})", shown())
+    if text is None:
+        return Fault(line, column_of(name), NULL, f"{name!r} is null", shown())
+    return Fault(line, column_of(name), WRONG_TYPE, f"{name!r} is {_kind(text)}, not a text", shown())
+
+
+def surrogate_at(text: str) -> int:
+    """Return the index of the first lone surrogate, or -1. Such a text has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,114 @@
+"""From the paths of a recipe to files: single files, folders, globs, files inside installed packages."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tercet.data import formats
+from tercet.data.rows import Fault, Reading, Row
+from tercet.errors import InputError, nearest
+from tercet.spec.recipe import SourceSection
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to read; `format` is the name of a module in `formats`."""
+
+    path: Path
+    format: str
+    bytes: int
+
+    def read(self, reading: Reading) -> Iterator[Row | Fault]:
+        return formats.formats()[self.format].read(self.path, reading)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of data.train or data.validation, with its files in a fixed order."""
+
+    section: SourceSection
+    files: tuple[File, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(f.bytes for f in self.files)
+
+
+def find(section: SourceSection, key: str) -> Source:
+    """Return the files of a source. `key` names it in messages (data.train.0).
+
+    Folders are searched through all levels for files of known formats; a glob or a single path takes what
+    it names. Files are ordered by path, so that the same files always make the same set. Raises InputError
+    when nothing is found, or when a file's format is not known.
+    """
+    paths = _paths(section.path, key)
+    if section.format == "auto":
+        files = [File(p, formats.detect(p), p.stat().st_size) for p in paths]
+    else:
+        files = [File(p, section.format, p.stat().st_size) for p in paths]
+    return Source(section, tuple(files))
+
+
+def _paths(text: str, key: str) -> list[Path]:
+    if text.startswith("package:"):
+        return [_in_package(text, key)]
+    path = Path(text).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        known = formats.suffixes() - {".py"}  # a folder of programs is no folder of texts
+        found = [Path(f) / n for f, _, names in os.walk(path) for n in names if not n.startswith(".")]
+        found = sorted(p for p in found if p.suffix.lower() in known and p.is_file())
+        if not found:
+            raise InputError(
+                f"{key}: the folder {text} holds no file of a known format",
+                f"Known endings: {', '.join(sorted(known))}. A glob such as {text}/*.xyz takes other names.",
+            )
+        return found
+    if glob.has_magic(text):
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
+        if found:
+            return found
+        raise InputError(f"{key}: nothing matches {text!r}")
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
+
+
+def _in_package(text: str, key: str) -> Path:
+    """Return the file that package:NAME/FILE means. The package is found, not imported."""
+    name, _, inside = text.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(f"{key}: no package {name!r} is installed here", "Write package:NAME/FILE.")
+    for folder in spec.submodule_search_locations:
+        path = Path(folder) / inside
+        if inside and ".." not in Path(inside).parts and path.is_file():
+            return path
+    raise InputError(f"{key}: the package {name!r} has no file {inside!r}")
+
+
+def content_hashes(files: Sequence[File], done: Callable[[int], None]) -> list[str]:
+    """Return the BLAKE2b hash of each file's bytes. `done(n)` is told of every n bytes read.
+
+    Two threads are enough to be faster than the disk; hashing leaves the interpreter free.
+    """
+
+    def one(file: File) -> str:
+        digest = hashlib.blake2b(digest_size=20)
+        with file.path.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                done(len(block))
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, files))

@@ -1,0 +1,253 @@
+"""Encode a stream of texts on all cores, in batches, and long ones in pieces with an unchanged result.
+
+A long text is cut where words meet. Each cut is then verified: the text around it is encoded once more, and
+the tokens on both sides must be the ones that the two pieces gave, with a token boundary right at the cut.
+Inside a piece every pair of neighbours is what the tokenizer produces, so agreement across the cut makes
+the joined tokens those of the uncut text (for byte-pair encoding: a sequence whose neighbouring pairs all
+stand is the encoding). Where a cut does not hold, the two pieces are encoded again as one. Nothing here
+starts a process: the tokenizer has threads of its own, and a process forked after them could hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tercet.data.tokenizer import Tokenizer
+
+PIECE_CHARACTERS = 1 << 16
+BATCH_CHARACTERS = 1 << 21
+BATCH_PARTS = 1 << 13
+_WINDOW = 256  # characters looked at on each side of a cut
+_EDGE = 64  # of these, the outermost: the window cuts words there, so their tokens prove nothing
+_LETTER = r"[^\W\d_]"
+# Places to cut, best first: at a space between two words; in front of a line or a mark between letters, for
+# scripts without spaces; between two letters. Never inside digits or white space, which are read in groups.
+_PLACES = tuple(
+    re.compile(p)
+    for p in (rf"(?<={_LETTER}) (?={_LETTER})", rf"(?<={_LETTER})(?=[\n。，、；：！？]{_LETTER})",
+              rf"(?<={_LETTER})(?={_LETTER})")
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Part:
+    """A text, or a stretch of one. `first` and `last`: the document begins, ends here. `tag` is the
+    caller's.
+    """
+
+    text: str
+    first: bool
+    last: bool
+    tag: Any = None
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The ids (uint32) of a part, and whether its document ends with them. `tag` is the part's."""
+
+    ids: np.ndarray
+    first: bool
+    last: bool
+    tag: Any
+
+
+def encode_stream(
+    tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS
+) -> Iterator[Encoded]:
+    """Yield the ids of every part in order; parts longer than `piece` come out in several.
+
+    While one batch is being encoded the next is read, so at most three batches are in memory, unless one
+    document cannot be cut (see `joint`): that one is held whole.
+    """
+    join = _Joiner(tokenizer)
+    with ThreadPoolExecutor(1) as pool:
+        running: tuple[list[Part], Future[list[np.ndarray]]] | None = None
+        for batch in _batches(_cut(parts, piece, join.space)):
+            future = pool.submit(tokenizer.encode, [p.text for p in batch])
+            if running:
+                yield from join(running[0], running[1].result())
+            running = batch, future
+        if running:
+            yield from join(running[0], running[1].result())
+
+
+def joint(tokenizer: Tokenizer) -> str | None:
+    """Return how pieces of a text meet: "keep" the space in front of the second, "drop" it, or None: they
+    do not.
+
+    A tokenizer that puts a space in front of every text (as SentencePiece does) must get the second piece
+    without its own.
+    """
+    whole, left, kept, dropped = (ids.tolist() for ids in tokenizer.encode(["the cat", "the", " cat", "cat"]))
+    if whole == left + kept:
+        return "keep"
+    return "drop" if whole == left + dropped else None
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part.text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PARTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(parts: Iterable[Part], piece: int, space: str | None) -> Iterator[Part]:
+    """Re-cut documents: whole ones up to 2 × `piece` characters pass, longer ones are cut at good places.
+
+    The borders of the incoming parts vanish; they were chosen without regard to tokens.
+    """
+    held, first = "", True
+    waiting: list[str] = []
+    for part in parts:
+        if part.first and part.last and len(part.text) <= 2 * piece:
+            yield part
+            continue
+        if part.first:
+            held, first = "", True
+        # Joined only when there is enough to cut, so that uncuttable text is not copied again and again.
+        waiting.append(part.text)
+        if not part.last and sum(map(len, waiting)) < max(2 * piece, len(held)):
+            continue
+        held = "".join((held, *waiting))
+        waiting = []
+        at = 0
+        while space is not None and len(held) - at > 2 * piece:
+            end = _place(held, at, at + piece, space)
+            if end is None:
+                break
+            yield Part(held[at:end], first, False, part.tag)
+            at, first = (end + 1 if space == "drop" else end), False
+        held = held[at:]
+        if part.last:
+            yield Part(held, first, True, part.tag)
+            held = ""
+
+
+def _place(text: str, start: int, end: int, space: str) -> int | None:
+    """Return a place to cut between `start` and `end`, as late as possible, or further on when there is
+    none.
+    """
+    for pattern in _PLACES if space == "keep" else _PLACES[:1]:
+        for low in (end - 512, (start + end) // 2):
+            found = None
+            for match in pattern.finditer(text, max(low, start + 1), end):
+                found = match
+            if found:
+                return found.start()
+    match = _PLACES[0].search(text, end)
+    return match.start() if match else None
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The last piece of an unfinished document. `ids` is None while `texts` holds more than was encoded."""
+
+    texts: list[str]
+    ids: np.ndarray | None
+    first: bool
+    tag: Any
+    characters: int
+    encoded: int
+
+
+class _Joiner:
+    """Verifies cuts and passes pieces on; keeps one piece back until the cut behind it has been verified."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.space = joint(tokenizer)
+        self.gap = " " if self.space == "drop" else ""
+        self.pending: _Pending | None = None
+
+    def __call__(self, batch: list[Part], found: list[np.ndarray]) -> Iterator[Encoded]:
+        around = self._windows(batch)
+        for n, (part, ids) in enumerate(zip(batch, found, strict=True)):
+            if part.first and part.last:
+                yield Encoded(ids, True, True, part.tag)
+                continue
+            if not part.first:
+                pending = self.pending
+                assert pending is not None
+                if pending.ids is None and pending.characters >= 2 * pending.encoded:
+                    self._settle(pending)
+                if pending.ids is not None and _holds(pending.ids, ids, *around[n]):
+                    yield Encoded(pending.ids, pending.first, False, pending.tag)
+                    self.pending = _Pending([part.text], ids, False, part.tag, len(part.text), len(part.text))
+                else:
+                    pending.texts.append(self.gap + part.text)
+                    pending.characters += len(part.text) + len(self.gap)
+                    pending.ids = None
+            else:
+                self.pending = _Pending([part.text], ids, True, part.tag, len(part.text), len(part.text))
+            if part.last:
+                pending = self.pending
+                assert pending is not None
+                if pending.ids is None:
+                    self._settle(pending)
+                assert pending.ids is not None
+                yield Encoded(pending.ids, pending.first, True, part.tag)
+                self.pending = None
+
+    def _settle(self, pending: _Pending) -> None:
+        """Encode a piece that has grown. It has at least doubled since the last time, so the work stays
+        linear.
+        """
+        pending.texts = ["".join(pending.texts)]
+        pending.ids = self.tokenizer.encode(pending.texts)[0]
+        pending.encoded = pending.characters
+
+    def _windows(self, batch: list[Part]) -> dict[int, tuple[Any, ...]]:
+        """Return, per part that continues a document, what the text around its cut gives when encoded at
+        once.
+        """
+        texts, places = {}, {}
+        for n, part in enumerate(batch):
+            if part.first:
+                continue
+            # The piece before, even if it has been joined to others since: its last characters are the same.
+            before = batch[n - 1].text if n else self.pending.texts[-1] if self.pending else ""
+            left, right = before[-_WINDOW:], self.gap + part.text[:_WINDOW]
+            texts[n] = left + right
+            low = _EDGE if len(before) > _WINDOW else 0
+            high = len(texts[n]) - (_EDGE if len(part.text) > _WINDOW else 0)
+            places[n] = (len(left), low, high)
+        encoded = self.tokenizer.encode_placed(list(texts.values())) if texts else []
+        return {n: (*found, *places[n]) for n, found in zip(texts, encoded, strict=True)}
+
+
+def _holds(
+    left: np.ndarray,
+    right: np.ndarray,
+    ids: list[int],
+    ranges: list[tuple[int, int]],
+    cut: int,
+    low: int,
+    high: int,
+) -> bool:
+    """Say whether the window's tokens meet at `cut` and are those of the pieces on both sides.
+
+    `ids`, `ranges`: the window's tokens and the characters they cover; only tokens within [low, high) count.
+    """
+    split = next((n for n, (start, _) in enumerate(ranges) if start >= cut), len(ranges))
+    if any(end > cut for _, end in ranges[:split]) or any(start < cut for start, _ in ranges[split:]):
+        return False
+    before = sum(start >= low for start, _ in ranges[:split])
+    after = sum(end <= high for _, end in ranges[split:])
+    if not 0 < before <= len(left) or not 0 < after <= len(right):
+        return False
+    return (
+        left[-before:].tolist() == ids[split - before : split]
+        and right[:after].tolist() == ids[split : split + after]
+    )
