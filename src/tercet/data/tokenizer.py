@@ -27,8 +27,8 @@ from tercet.errors import InputError
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 # Files of a tokenizer folder that decide tokens; a model folder holds much else.
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
-         "sentencepiece.bpe.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-         "tekken.json", "chat_template.jinja", "chat_template.json")  # fmt: skip
+         "sentencepiece.bpe.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+         "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json")  # fmt: skip
 # Usual spellings of the end of a text, for a bare tokenizer.json that names none.
 _ENDS = (
     EOS,
@@ -180,18 +180,14 @@ def locate(name: str, model_tokenizer: Path | None) -> Path | str:
         if model_tokenizer is None:
             raise InputError(
                 "data.tokenizer is 'model', but the model brings no tokenizer",
-                "Set data.tokenizer to train (one is made from data.train), to a file, a folder or a hub name.",
+                "Set data.tokenizer to train (one is made from data.train), a file, a folder or a hub name.",
             )
-        return model_tokenizer
+        name = str(model_tokenizer)
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if (
-        path.is_absolute()
-        or name.startswith((".", "~"))
-        or name.count("/") > 1
-        or path.suffix in (".json", ".model")
-    ):
+    like_a_path = path.is_absolute() or name.startswith((".", "~", "package:")) or name.count("/") > 1
+    if like_a_path or path.suffix in (".json", ".model"):
         raise InputError(f"data.tokenizer: there is no file or folder {name!r}")
     return name
 
