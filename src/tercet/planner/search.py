@@ -45,7 +45,8 @@ class Candidate:
     def group(self) -> tuple[Any, ...]:
         """What makes two candidates one line of the table: all but micro-batch."""
         s = self.strategy
-        return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile
+        reduce = s.reduce_gradients if self.job.accumulation > 1 else "either"
+        return s.engine, s.zero, s.recompute, reduce, s.compile
 
     def order(self) -> tuple[Any, ...]:
         """Sort key, best first. Without known speeds: least recomputing, then least sent, then simplest."""
@@ -201,7 +202,8 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
     recomputes = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
-        reduces: list[Any] = ["once_per_step"] if zero < 2 else ["every_micro_batch", "once_per_step"]
+        # zero 2 that reduces once per step holds and sends what zero 1 does: one line of the table is enough.
+        reduces: list[Any] = {2: ["every_micro_batch"], 3: ["every_micro_batch", "once_per_step"]}.get(zero, ["once_per_step"])
         if section.reduce_gradients != "auto":
             reduces = [section.reduce_gradients]
         for reduce in reduces:

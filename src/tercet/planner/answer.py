@@ -1,0 +1,371 @@
+"""The planner's answers: `plan` for people and scripts, `choose` for `train`, `ledger_for` for both.
+
+Only here does the planner read a recipe; search, ledger and clock see its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import InputError, NotLegalError, nearest
+from tercet.planner.clock import model_flops, traffic
+from tercet.planner.constants import about, load
+from tercet.planner.counts import Counts
+from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases
+from tercet.planner.legal import formats, fp8_gain, refusals
+from tercet.planner.search import Candidate, Search, moments_of
+from tercet.spec.families import HUB, describe, presets
+from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
+from tercet.spec.recipe import Recipe, build_recipe, load_recipe, shipped_recipes
+from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built
+
+__all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
+
+DEFAULT_BATCH = 96  # divisible by 1, 2, 3, 4, 6 and 8 cards
+DEFAULT_SEQUENCE = 2048
+SHOWN = 12  # strategies in an answer
+
+
+def plan(
+    recipe: str | Path,
+    overrides: list[str] | None = None,
+    *,
+    gpus: str | None = None,
+    host_ram: str | int | None = None,
+    links: str | None = None,
+    ranks: int | None = None,
+    sequence: int | str | None = None,
+    batch: int | str | None = None,
+    method: str | None = None,
+    price: float | None = None,
+    kwh_price: float | None = None,
+) -> dict[str, Any]:
+    """Return what `tercet plan … --json` prints: {"strategies": [...], "refused": [...], …}, best first.
+
+    `recipe` is a recipe (file or shipped name) or a model (preset, folder with config.json, hub name). `price` is
+    per card and hour; `kwh_price` per kWh. Raises InputError for unknown names, cards and impossible sizes.
+    """
+    machine = machine_of(gpus, host_ram, links, ranks)
+    read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
+    answer = answer_for(read, machine, price, kwh_price)
+    if gpus is None:
+        where = f"cards: this machine's, {machine.describe()}"
+        if machine.measured:
+            where += f", measured by tercet doctor ({machine_file()})"
+        assumed.insert(0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else ""))
+    if machine.host_bytes is None:
+        assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
+    if machine.card is not None and machine.lanes is None and machine.ranks > 1:
+        assumed.append(f"every card in a slot of x{machine.card.pcie_lanes or '?'} lanes (--links x16,x8,x4)")
+    answer["assumed"] = assumed
+    return answer
+
+
+def plan_for_run(recipe: Recipe, ranks: int | None = None) -> tuple[dict[str, Any], Strategy]:
+    """Return (a run's plan.json, its strategy) on this machine: all its cards, or one process on a CPU.
+
+    Raises NotLegalError when nothing fits.
+    """
+    machine = this_machine(ranks)
+    if ranks is None:
+        wanted = machine.ranks if machine.card is not None else 1
+        ranks = wanted if recipe.strategy.data == "auto" else recipe.strategy.data
+    if machine.card is not None and ranks > machine.ranks:
+        raise NotLegalError([f"{ranks} ranks, but this machine has {machine.ranks} cards"])
+    strategy, answer = choose(recipe, machine, ranks)
+    return answer, strategy
+
+
+def choose(recipe: Recipe, machine: Machine, ranks: int) -> tuple[Strategy, dict[str, Any]]:
+    """Return the best strategy that the recipe leaves open on `ranks` workers, and its plan (a run's plan.json).
+
+    What the recipe's strategy section fixes stays fixed. Raises NotLegalError with one sentence per reason when
+    nothing fits or something asked for is not built.
+    """
+    answer = answer_for(recipe, machine.with_ranks(ranks))
+    if not answer["strategies"]:
+        why = [f"{r['name']}: {w}" if r["name"] else w for r in answer["refused"][:4] for w in r["why"]]
+        raise NotLegalError(why or ["no strategy is legal"])
+    first = answer["strategies"][0]
+    rest = {k: v for k, v in answer.items() if k not in ("strategies", "refused")}
+    return Strategy(**first["strategy"]), {**rest, **first, "ranks": ranks}
+
+
+# --------------------------------------------------------------------------------------------- what is asked for
+
+
+def read_recipe(
+    name: str | Path, overrides: list[str], sequence: int | str | None, batch: int | str | None, method: str | None
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe and what was assumed. A bare model becomes a recipe with the defaults below."""
+    extra = []
+    if sequence is not None:
+        extra.append(f"data.sequence_tokens={sequence}")
+    if batch is not None:
+        extra.append(f"train.batch_sequences={batch}")
+    if method in ("lora", "qlora"):
+        extra.append("adapter.kind=lora")
+        extra += ["adapter.quantize=nf4"] if method == "qlora" else []
+    elif method not in (None, "full", "pretrain"):
+        raise InputError(f"--method {method!r} is not one of full, lora, qlora, pretrain")
+    if is_recipe(name):
+        return load_recipe(name, [*overrides, *extra]), []
+    tree: dict[str, Any] = {"name": Path(str(name)).name, "model": str(name), "data": {"train": "-"}}
+    assumed = []
+    keys = {o.partition("=")[0].strip() for o in [*overrides, *extra]}
+    if "train.batch_sequences" not in keys:
+        tree["train"] = {"batch_sequences": str(DEFAULT_BATCH)}
+        assumed.append(f"{DEFAULT_BATCH} sequences per optimizer step (--batch)")
+    if "data.sequence_tokens" not in keys:
+        tokens = min(DEFAULT_SEQUENCE, describe(build_recipe(dict(tree), overrides).model).context_tokens)
+        tree["data"]["sequence_tokens"] = str(tokens)
+        assumed.append(f"{tokens} tokens per sequence (--sequence)")
+    if "train.precision" not in keys:
+        assumed.append("bf16 weights with fp32 master copies, AdamW in fp32 (train.precision=)")
+    if method is None:
+        assumed.append("all parameters are trained (--method)")
+    return build_recipe(tree, [*overrides, *extra]), assumed
+
+
+def is_recipe(name: str | Path) -> bool:
+    """Whether a name means a recipe rather than a model. Raises InputError when it is neither."""
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    if path.is_dir():
+        return False
+    if path.is_file():
+        return path.suffix != ".json"
+    text = str(name)
+    if text in shipped_recipes():
+        return True
+    if text in presets() or text.lower() in HUB or text.startswith("package:"):
+        return False
+    if "/" in text:
+        return False  # a hub name or a folder: describe() says what is wrong with it
+    known = [*shipped_recipes(), *presets()]
+    raise InputError(
+        f"{text!r} is neither a recipe, nor a preset, nor a file or folder here{nearest(text, known)}",
+        f"Recipes: {', '.join(shipped_recipes())}. Presets: {', '.join(presets())}.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ answers
+
+
+def answer_for(
+    recipe: Recipe, machine: Machine, price: float | None = None, kwh_price: float | None = None
+) -> dict[str, Any]:
+    """Return the answer for a recipe on a machine."""
+    model = describe(recipe.model)
+    counts, work = Counts(model), Work.of(recipe)
+    search = Search(counts, work, machine, load())
+    missing = not_built(recipe) + formats(work, machine)
+    section = recipe.strategy
+    ranks = machine.ranks if section.data == "auto" else min(section.data, machine.ranks)
+    found = None if missing else search.run(section, ranks)
+    strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
+    refused = [
+        {"name": label(r.strategy), "strategy": asdict(r.strategy), "why": r.why} for r in (found.refused if found else [])
+    ]
+    if missing:
+        refused = [_asked_for(search, recipe, ranks, missing)]
+    return {
+        "model": {
+            "name": model.name, "parameters": counts.parameters, "active_parameters": model.active_parameters,
+            "layers": len(model.layers),
+        },
+        "work": {
+            "sequence_tokens": work.sequence_tokens, "batch_sequences": work.batch_sequences,
+            "precision": work.precision, "optimizer": work.optimizer, "tokens_per_step": work.sequence_tokens * work.batch_sequences,
+        },
+        "machine": machine_json(machine),
+        "strategies": strategies,
+        "refused": refused,
+        "notes": notes(search, found.fits if found else [], recipe, ranks),
+        "error_bars": error_bars(machine),
+    }  # fmt: skip
+
+
+def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -> dict[str, Any]:
+    """Return the refusal of what is not built, with what it would take as far as the ledger knows it."""
+    from tercet.spec.strategy import resolve
+
+    strategy = resolve(recipe.strategy, ranks, search.work)
+    why = missing + refusals(search.counts.model, strategy, search.work, search.machine)
+    entry: dict[str, Any] = {"name": label(strategy), "strategy": asdict(strategy), "why": list(dict.fromkeys(why))}
+    if recipe.adapter.kind == "none":
+        candidate = search.candidate(strategy)
+        entry["would_need"] = {
+            "ledger": moments_of(search, candidate)["peak"],
+            "host": host_rows(search.counts, candidate.job, search.machine.card is None),
+            "card_bytes": candidate.need,
+        }
+    return entry
+
+
+def label(strategy: Strategy) -> str:
+    """Return a strategy's name as the table shows it: zero2, zero3 once, ddp full, …"""
+    words = [strategy.name]
+    if strategy.zero >= 2 and strategy.ranks > 1 and strategy.reduce_gradients == "once_per_step":
+        words.append("reduced once")
+    if strategy.recompute != "none":
+        words.append(f"recompute {strategy.recompute}")
+    for what in ("optimizer", "weights", "activations"):
+        if getattr(strategy, f"offload_{what}") != "none":
+            words.append(f"{what} on the host")
+    if strategy.compile:
+        words.append("compiled")
+    return ", ".join(words)
+
+
+def entry(
+    search: Search, candidate: Candidate, recipe: Recipe, price: float | None, kwh_price: float | None
+) -> dict[str, Any]:
+    """Return one strategy's predictions in full."""
+    counts, work, machine = search.counts, search.work, search.machine
+    strategy, job = candidate.strategy, candidate.job
+    on_gpu = machine.card is not None
+    both = moments_of(search, candidate)
+    host = host_rows(counts, job, not on_gpu)
+    disk = disk_rows(counts, job, recipe.output.keep, model_bytes(recipe))
+    seconds = candidate.seconds
+    found: dict[str, Any] = {
+        "name": label(strategy),
+        "strategy": asdict(strategy),
+        "micro_batch": strategy.micro_batch,
+        "accumulation": job.accumulation,
+        "idle_rows": strategy.idle_rows(work.batch_sequences),
+        "recompute": strategy.recompute,
+        "offload": sorted(job.offload),
+        "precision": work.precision,
+        "ledger": both["peak"],
+        "moments": both,
+        "phases": phases(counts, job, search.constants, on_gpu=on_gpu),
+        "card_bytes": candidate.need,
+        "usable_bytes": machine.worker_bytes,
+        "host": host,
+        "host_bytes": candidate.host_need,
+        "disk": disk,
+        "disk_bytes": sum(disk.values()),
+        "traffic": {k: int(b) for k, (b, _) in traffic(counts, job).items()},
+        "step_seconds": seconds,
+        "clock": candidate.rows,
+        "tokens_per_second": candidate.tokens_per_second,
+        "mfu": None,
+        "communication_share": None,
+    }
+    if seconds and candidate.rows:
+        found["communication_share"] = (candidate.rows["communication"] + candidate.rows["host"]) / seconds
+        if machine.card is not None:
+            found["mfu"] = model_flops(counts, job) / seconds / (machine.card.flops["bf16"] * strategy.ranks)
+        found.update(costs(recipe, machine, candidate, price, kwh_price))
+    return found
+
+
+def model_bytes(recipe: Recipe) -> float:
+    """Return bytes per parameter of the exported model: what output.model_dtype says, else the precision's own."""
+    dtype = recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
+    return 4 if dtype == "fp32" else 2
+
+
+def costs(
+    recipe: Recipe, machine: Machine, candidate: Candidate, price: float | None, kwh_price: float | None
+) -> dict[str, Any]:
+    """Return time, energy and money of the recipe's steps, or of a billion tokens where it names no steps."""
+    seconds, work = candidate.seconds or 0.0, Work.of(recipe)
+    per_step = work.sequence_tokens * work.batch_sequences
+    steps = recipe.train.steps
+    count = steps if steps is not None else 1e9 / per_step
+    total = seconds * count
+    found: dict[str, Any] = {"for": f"{steps} steps" if steps is not None else "a billion tokens", "total_seconds": total}
+    card = machine.card
+    if card is not None:
+        watts = (card.watts or 0) * candidate.strategy.ranks
+        if watts:
+            found["kwh"] = watts * total / 3.6e6  # cards alone, at their power limit
+            if kwh_price is not None:
+                found["energy_money"] = found["kwh"] * kwh_price
+        hours = total / 3600 * candidate.strategy.ranks
+        if price is not None:
+            found["money"] = price * hours
+        elif card.rent_usd_per_hour:
+            found["rent_usd"] = [round(p * hours, 2) for p in card.rent_usd_per_hour]
+    return found
+
+
+def machine_json(machine: Machine) -> dict[str, Any]:
+    card = machine.card
+    return {
+        "kind": machine.kind,
+        "ranks": machine.ranks,
+        "card": card.name if card else None,
+        "usable_bytes": machine.worker_bytes,
+        "host_bytes": machine.host_bytes,
+        "links_bytes_per_s": list(machine.host_links()),
+        "peer_access": machine.peers if card else None,
+        "measured": machine.measured,
+        "measured_at": machine.measured_at,
+    }
+
+
+def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> list[str]:
+    """Return what a user should know besides the table."""
+    found, machine, work = [], search.machine, search.work
+    if machine.card is None and not machine.measured:
+        found.append("speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent")
+    if fits and fits[0].rows and fits[0].seconds:
+        best = fits[0]
+        share = (best.rows["communication"] + best.rows["host"]) / best.seconds  # type: ignore[index, operator]
+        if share > 0.5:
+            found.append(
+                f"the links are what limits: {share:.0%} of the step is waiting for them even in the best strategy; "
+                "a larger train.batch_sequences, faster links or fewer ranks would use the processors better"
+            )
+        found += _against_one(search, best, recipe, ranks)
+    if fits:
+        idle = fits[0].strategy.idle_rows(work.batch_sequences)
+        if idle:
+            below, above = nearest_batches(fits[0].strategy, work.batch_sequences)
+            found.append(
+                f"train.batch_sequences {work.batch_sequences} leaves {idle} places of the last micro-batches empty "
+                f"(computed, weighing nothing); {below} or {above} leave none"
+            )
+    gain = fp8_gain(machine)
+    if gain and work.precision == "bf16" and machine.card:
+        found.append(f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; training in fp8 is not built yet")
+    return found
+
+
+def _against_one(search: Search, best: Candidate, recipe: Recipe, ranks: int) -> list[str]:
+    """Say when several cards are no faster than one, or how well they scale (E02)."""
+    if ranks == 1 or best.strategy.ranks == 1:
+        return []
+    one = Search(search.counts, search.work, search.machine.with_ranks(1), search.constants)
+    alone = one.run(recipe.strategy.model_copy(update={"zero": "auto", "reduce_gradients": "auto"}), 1).fits
+    if not alone or not alone[0].tokens_per_second or not best.tokens_per_second:
+        return []
+    factor = best.tokens_per_second / alone[0].tokens_per_second
+    if factor < 1:
+        return [f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"]
+    return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
+
+
+def error_bars(machine: Machine) -> dict[str, Any]:
+    """Return how far predictions have been from measurements (cross-validated; bench/plan_truth.py)."""
+    known = about()
+    return {
+        "tokens_per_second_90_percent": known.get("tokens_p90"),
+        "memory_90_percent": known.get("memory_p90"),
+        "runs": known.get("rows"),
+        "measured_machine": bool(machine.measured),
+    }
+
+
+def predict(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
+    """Return the plan of a strategy that is given, whether it fits or not."""
+    counts = Counts(describe(recipe.model))
+    search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load())
+    return entry(search, search.candidate(strategy), recipe, None, None)
