@@ -76,7 +76,9 @@ def micro_batches(
 
 
 def tiny_engine(world: Any, strategy: Strategy, precision: str = "fp32", model: Model | None = None, **optim: Any) -> NativeEngine:
-    section = OptimSection(**{"lr": 1e-2, "clip": 0.5, **optim})
+    # A large eps lets the update follow the gradient smoothly: AdamW's first steps are a sign function otherwise,
+    # and rounding of a gradient near zero would show as a full step.
+    section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})
     return NativeEngine(model or tiny_model(), strategy, section, precision, world, seed=7)
 
 

@@ -113,11 +113,10 @@ class Sharded:
         rows[shards] += [p.to_local() for p in self._parameters.values()]
         rows["gradients"] += [p.grad.to_local() for p in self._parameters.values() if p.grad is not None]
         for parameter in _fsdp_parameters(self._fsdp_modules()):
-            if parameter.sharded_state == ShardedState.UNSHARDED:
-                gathered = parameter.unsharded_param
-                rows["weights"].append(gathered.detach())
-                if gathered.grad is not None:
-                    rows["gradients"].append(gathered.grad)
+            gathered = getattr(parameter, "_unsharded_param", None)  # its whole gradient may outlive its values
+            if gathered is not None:
+                rows["weights"] += [gathered.detach()] if parameter.sharded_state == ShardedState.UNSHARDED else []
+                rows["gradients"] += [gathered.grad] if gathered.grad is not None else []
             if parameter.unsharded_accumulated_grad is not None:
                 rows["gradients"].append(parameter.unsharded_accumulated_grad)
         return rows

@@ -1,0 +1,72 @@
+"""A18: loss and norm are checked over all ranks before the update; skip or stop, all ranks alike, rows named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tercet.errors import TercetError
+from tercet.parallel.world import World
+from tercet.spec.recipe import OptimSection, TrainSection
+from tercet.training.loop import Loop, Progress
+from tests.tiny import STRATEGIES, micro_batches, tiny_engine, tiny_strategy, whole_weights
+
+ROWS, STEPS, BAD_STEP, BAD_RANK = 6, 8, 4, 2  # the fifth step
+
+
+class Batches:
+    """Step BAD_STEP makes the embedding of one token NaN for one rank: its loss and gradients are NaN."""
+
+    def __init__(self, engine, leave_out: bool):
+        self.engine, self.leave_out = engine, leave_out
+
+    def micro_batches(self, step, *, rank, ranks, micro_batch):
+        batches = micro_batches(step, rank, ranks, micro_batch, ROWS)
+        poison = step == BAD_STEP and rank == BAD_RANK
+        self.engine.module.poison = poison
+        return batches
+
+
+def train(world: World, word: str, policy: str, leave_out: bool):
+    engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, 1))
+    engine.module.poison = False
+    # The final norm's output becomes NaN on the poisoned rank, as one bad row would make it.
+    engine.module.model.norm.register_forward_hook(
+        lambda m, i, out: out * float("nan") if engine.module.poison else out
+    )
+    progress = Progress()
+    loop = Loop(
+        engine, Batches(engine, leave_out), world, None, None, TrainSection(nonfinite=policy),
+        OptimSection(lr=1e-2, schedule="constant"), total_steps=STEPS, micro_batch=1, checkpoint_every=0,
+        progress=progress, stop_requested=lambda: False, state={}, has_validation=False,
+    )  # fmt: skip
+    message = None
+    try:
+        while progress.step < STEPS:
+            if leave_out and progress.step == BAD_STEP:
+                progress.step += 1
+                engine.steps_done += 1
+                continue
+            loop._step()
+    except TercetError as error:
+        message = str(error)
+    return message, progress.step, progress.updates, whole_weights(engine)
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_skip_equals_the_run_without_that_step(pools, word):
+    skipped = pools[3].run(train, word, "skip", False)
+    without = pools[3].run(train, word, "skip", True)
+    for (message, step, updates, weights), (_, _, _, expected) in zip(skipped, without, strict=True):
+        assert message is None
+        assert (step, updates) == (STEPS, STEPS - 1)
+        for name, tensor in expected.items():
+            assert torch.equal(weights[name], tensor), name
+
+
+def test_stop_ends_all_ranks_with_one_message(pools):
+    for message, step, updates, _ in pools[3].run(train, "zero2", "stop", False):
+        assert (step, updates) == (BAD_STEP + 1, BAD_STEP)
+        assert "step 5" in message
+        assert "rank 2, rows 2, 5" in message
+        assert "rank 0" not in message
