@@ -64,14 +64,13 @@ def plan(
 
 
 def plan_for_run(recipe: Recipe, ranks: int | None = None) -> tuple[dict[str, Any], Strategy]:
-    """Return (a run's plan.json, its strategy) on this machine: all its cards, or one process on a CPU.
+    """Return (a run's plan.json, its strategy) on this machine: all its cards, or three processes on a CPU.
 
     Raises NotLegalError when nothing fits.
     """
     machine = this_machine(ranks)
     if ranks is None:
-        wanted = machine.ranks if machine.card is not None else 1
-        ranks = wanted if recipe.strategy.data == "auto" else recipe.strategy.data
+        ranks = machine.ranks if recipe.strategy.data == "auto" else recipe.strategy.data
     if machine.card is not None and ranks > machine.ranks:
         raise NotLegalError([f"{ranks} ranks, but this machine has {machine.ranks} cards"])
     strategy, answer = choose(recipe, machine, ranks)

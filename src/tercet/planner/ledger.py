@@ -196,7 +196,8 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
         return job.tokens * vocabulary * constants.full_logits_bytes
     if job.loss == "chunked":  # chunks, or a compiled chain: logits and their gradient in the working format
         return job.tokens * vocabulary * constants.chunked_logits_bytes
-    chunk = min(job.tokens, CHUNK_TOKENS) * vocabulary
+    part = min(job.tokens, CHUNK_TOKENS) if job.loss_chunks is None else job.tokens / job.loss_chunks
+    chunk = part * vocabulary
     if job.kernels == "fused":
         return chunk * size
     if job.adapter_rank is not None:

@@ -24,6 +24,8 @@ from tercet.spec.model import Layer, Model
 # Cards that rows name without saying which variant, and what the surveyed pages meant.
 VARIANTS = {"A100": "A100 SXM 80GB", "H100": "H100 SXM 80GB", "H200": "H200 SXM 141GB", "A6000": "RTX A6000"}
 
+PLANNER_MICRO = 2  # sequences, where a row says nothing: what most rows of such systems use
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
@@ -182,6 +184,7 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         recompute=_recompute(str(row.get("activation_checkpointing") or "none").lower()),
         kernels=kernels,
         loss=_loss(f"{row.get('loss_kernel') or ''} {row.get('compiled') or ''}", kernels),
+        loss_chunks=_loss_chunks(row),
         offload=offload,
         # DeepSpeed reduces after every micro-batch; FSDP's training loops wait for the last (no_sync).
         reduce_every_micro_batch="fsdp" not in strategy and _zero(strategy) >= 2,
@@ -215,7 +218,7 @@ def _triangle(row: dict[str, Any], ranks: int, strategy: str, assumed: list[str]
         assumed.append("sequence of 512 tokens")
     micro, accumulation, batch = row.get("micro_batch"), row.get("grad_accum"), row.get("global_batch_tokens")
     if micro is None:
-        micro = 2 if "round-robin" in strategy else 2
+        micro = PLANNER_MICRO
         assumed.append(f"micro-batch {micro}, the planner's choice")
     if accumulation is None:
         if batch is not None:
@@ -274,6 +277,14 @@ def _loss(words: str, kernels: str) -> Any:
     if "fused" in words or "liger" in words or kernels == "fused":
         return "fused"
     return "chunked" if "chunk" in words else "full" if kernels == "eager" else "chunked"
+
+
+def _loss_chunks(row: dict[str, Any]) -> int | None:
+    found = re.search(r"chunks=(\d+)", str(row.get("loss_kernel") or ""))
+    if found:
+        return int(found[1])
+    # A hand-written loss that names no chunks makes the logits of a micro-batch in one piece.
+    return 1 if "hand-written" in str(row.get("compiled") or "").lower() else None
 
 
 def _recompute(words: str) -> str:

@@ -45,8 +45,7 @@ class Candidate:
     def group(self) -> tuple[Any, ...]:
         """What makes two candidates one line of the table: all but micro-batch."""
         s = self.strategy
-        reduce = s.reduce_gradients if self.job.accumulation > 1 else "either"
-        return s.engine, s.zero, s.recompute, reduce, s.compile
+        return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile
 
     def order(self) -> tuple[Any, ...]:
         """Sort key, best first. Without known speeds: least recomputing, then least sent, then simplest."""
@@ -124,7 +123,7 @@ class Search:
             )
             if better:
                 chosen[found.group] = found
-        fits = sorted(best.values(), key=Candidate.order)
+        fits = _distinct(sorted(best.values(), key=Candidate.order))
         refused = [r for r in illegal.values() if not fits or r.strategy.micro_batch == 1]
         refused += [
             Refusal(c.strategy, [self.explain(c, section)])
@@ -187,6 +186,18 @@ class Search:
         if card:
             return f"with zero: 3 and recompute: full it still needs {show_bytes(card)} more per card: take a smaller model"
         return f"add {show_bytes(host)} of host RAM or take a smaller model"
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+    """Leave out what differs in name only: one micro-batch is reduced once whichever way it is called."""
+    seen, found = set(), []
+    for c in candidates:
+        key = (c.strategy.zero, c.strategy.recompute, c.strategy.micro_batch)
+        if c.job.accumulation > 1 or key not in seen:
+            found.append(c)
+        if c.job.accumulation == 1:
+            seen.add(key)
+    return found
 
 
 def _with_zero(strategy: Strategy, zero: int) -> Strategy:
