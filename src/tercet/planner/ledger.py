@@ -76,9 +76,9 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     peak = dict(between)
     if job.zero < 3:
         if job.master_bytes:
-            peak["weights"] = job.weight_bytes * whole
+            peak["weights"] = job.weight_bytes * padded * job.shards  # what the gather writes, padding included
         else:
-            peak["weights"] += job.weight_bytes * whole
+            peak["weights"] += job.weight_bytes * padded * job.shards
     # A single micro-batch is reduced at once, so nothing is ever held whole.
     keeps_whole = job.accumulation > 1 and not job.reduce_every_micro_batch
     peak["gradients"] = job.gradient_bytes * (max(whole, padded) if keeps_whole else padded)
