@@ -65,5 +65,5 @@ def run(
         from tercet.planner.table import show
 
         typer.echo(show(answer, rows))
-    if not answer["strategies"]:
+    if "model" in answer and not answer["strategies"]:
         raise typer.Exit(3)

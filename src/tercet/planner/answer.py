@@ -5,7 +5,7 @@ Only here does the planner read a recipe; search, ledger and clock see its parts
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +196,21 @@ def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -
     why = missing + refusals(search.counts.model, strategy, search.work, search.machine)
     entry: dict[str, Any] = {"name": label(strategy), "strategy": asdict(strategy), "why": list(dict.fromkeys(why))}
     if recipe.adapter.kind == "none":
-        candidate = search.candidate(strategy)
-        entry["would_need"] = {
-            "ledger": moments_of(search, candidate)["peak"],
-            "host": host_rows(search.counts, candidate.job, search.machine.card is None),
-            "card_bytes": candidate.need,
-        }
+        entry["would_need"] = would_need(search, strategy)
+        if strategy.recompute == "none":
+            entry["would_need_recomputing"] = would_need(search, replace(strategy, recompute="full"))
     return entry
+
+
+def would_need(search: Search, strategy: Strategy) -> dict[str, Any]:
+    """Return what a strategy takes, whether or not it is built or fits."""
+    candidate = search.candidate(strategy)
+    return {
+        "ledger": moments_of(search, candidate)["peak"],
+        "host": host_rows(search.counts, candidate.job, search.machine.card is None),
+        "card_bytes": candidate.need,
+        "tokens_per_second": candidate.tokens_per_second,
+    }
 
 
 def label(strategy: Strategy) -> str:

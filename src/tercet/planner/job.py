@@ -95,7 +95,7 @@ def adapted(name: str, targets: tuple[str, ...]) -> bool:
 
 
 def of_strategy(strategy: Strategy, work: Work) -> Job:
-    """Return the Job that the native engine makes of a strategy (twin: engine/native.py)."""
+    """Return the Job that an engine makes of a strategy (twin: engine/native.py)."""
     wide = work.precision == "fp32"
     offload = {
         what
@@ -106,6 +106,9 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
         )
         if where != "none"
     }
+    deepspeed = strategy.engine == "deepspeed"
+    if deepspeed and "optimizer" in offload:
+        offload.add("gradients")  # its ZeRO moves each reduced gradient to the host at once
     accumulation = strategy.accumulation(work.batch_sequences)
     places = accumulation * strategy.ranks * strategy.micro_batch
     return Job(
@@ -121,13 +124,14 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
         activation_bytes=4 if wide else 2,
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
         recompute=strategy.recompute,
-        kernels="compiled" if strategy.compile else "native",
-        loss="fused",
+        # DeepSpeed runs a model as its author wrote it: transformers' modules and whole logits.
+        kernels="compiled" if strategy.compile else "eager" if deepspeed else "native",
+        loss="full" if deepspeed else "fused",
         offload=frozenset(offload),
-        reduce_every_micro_batch=strategy.reduce_gradients == "every_micro_batch" and strategy.zero >= 2,
+        reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
         expert=strategy.expert,
         pipeline=strategy.pipeline,
         tensor=strategy.tensor,
-        flat_buffers=strategy.zero == 0 or strategy.ranks == 1,
+        flat_buffers=not deepspeed and (strategy.zero == 0 or strategy.ranks == 1),
         idle_share=1 - work.batch_sequences / places,
     )

@@ -271,14 +271,14 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
             if job.adapter_rank is not None
             else job.weight_bytes * trained
         )
-    if "gradients" in job.offload or "optimizer" in job.offload:
-        states += job.gradient_bytes * trained if job.adapter_rank is None else 0
     residuals = 0.0
     if "activations" in job.offload:
         residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
-    # PyTorch rounds a pinned block up to a power of two: between nothing and as much again; weights that are
-    # fetched must be pinned, so half again is the expected addition.
+    # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
+    # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals
+    if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
+        pinned += 4 * trained
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
     loading = 4 * counts.largest_tensor * job.ranks
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)

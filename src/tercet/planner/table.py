@@ -13,8 +13,8 @@ LEDGER = (("weights", "weights"), ("master", "master"), ("gradients", "grads"), 
 def show(answer: dict[str, Any], rows: int = 6) -> str:
     """Return what `tercet plan` prints."""
     parts = [head(answer)]
-    for line in answer.get("read", []):
-        parts.append(line)
+    if answer.get("read"):
+        parts.append("\n".join(answer["read"]))
     strategies = answer["strategies"]
     if strategies:
         parts.append(speed_table(strategies[:rows], answer))
@@ -22,7 +22,7 @@ def show(answer: dict[str, Any], rows: int = 6) -> str:
         parts += [text] if (text := details(strategies[0], answer)) else []
         if len(strategies) > rows:
             parts.append(f"{len(strategies) - rows} more fit: --rows {len(strategies)}, or --json")
-    else:
+    elif "model" in answer:
         parts.append("Nothing fits as asked.")
     if answer["refused"]:
         parts.append("\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))]))
@@ -34,6 +34,8 @@ def show(answer: dict[str, Any], rows: int = 6) -> str:
 
 
 def head(answer: dict[str, Any]) -> str:
+    if "model" not in answer:
+        return "No model named: only the file is read."
     model, work, machine = answer["model"], answer["work"], answer["machine"]
     size = show_count(model["parameters"])
     if model["active_parameters"] != model["parameters"]:
@@ -115,15 +117,26 @@ def refused_lines(refused: list[dict[str, Any]], rows: int) -> list[str]:
     for entry in refused[:rows]:
         for why in entry["why"]:
             found.append(f"{entry['name']}: {why}" if entry["name"] else why)
-        need = entry.get("would_need")
-        if need:
-            found.append(
-                f"  it would take {show_bytes(need['card_bytes'])} per card and "
-                f"{show_bytes(sum(need['host'].values()))} of host RAM "
-                f"(states {show_bytes(need['host']['states'])}, pinned {show_bytes(need['host']['pinned'])})"
-            )
+        found += [f"  {line}" for line in need_lines(entry)]
     if len(refused) > rows:
         found.append(f"and {len(refused) - rows} more (--json)")
+    return found
+
+
+def need_lines(entry: dict[str, Any]) -> list[str]:
+    """Return what a strategy that is not built, or does not fit, would take."""
+    found = []
+    for key, words in (("would_need", "it would take"), ("would_need_recomputing", "with recompute full")):
+        if not (need := entry.get(key)):
+            continue
+        host = need["host"]
+        line = (
+            f"{words} {show_bytes(need['card_bytes'])} per card and {show_bytes(sum(host.values()))} of host RAM "
+            f"(states {show_bytes(host['states'])}, pinned {show_bytes(host['pinned'])})"
+        )
+        if need.get("tokens_per_second"):
+            line += f", at {need['tokens_per_second']:,.0f} tokens/s".replace(",", " ")
+        found.append(line)
     return found
 
 
