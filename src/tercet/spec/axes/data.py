@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tercet.spec.axes.traffic import Collective
+from tercet.spec.model import Model
+
 BUCKET_BYTES = 25 * 10**6  # large enough to use a link well, small enough to start before backward ends
 
 
@@ -19,3 +22,9 @@ def buckets(sizes: Sequence[int], bytes_per_element: int = 4) -> list[tuple[int,
             found.append((begin, end))
             begin = end
     return found + ([(begin, end)] if end > begin else [])
+
+
+def traffic(model: Model) -> list[Collective]:
+    """Return the collectives of one optimizer step for zero 0: each bucket once, however many micro-batches."""
+    sizes = [t.parameters for t in reversed(model.tensors())]
+    return [Collective("all_reduce", len(buckets(sizes)), 4 * sum(sizes))]

@@ -5,19 +5,9 @@ ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054) as FSDP2 runs it: one group per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tercet.spec.axes.split import chunk
+from tercet.spec.axes.traffic import Collective
 from tercet.spec.model import Model, Tensor
-
-
-@dataclass(frozen=True)
-class Collective:
-    """`count` calls per optimizer step that together carry `payload` bytes: gathered, or before their reduction."""
-
-    kind: str
-    count: int
-    payload: int
 
 
 def split(rows: int, ranks: int) -> tuple[int, ...]:
