@@ -85,7 +85,7 @@ def reference(name: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
             elif p.dim() == 1:
                 p.copy_(0.2 * noise)
             else:
-                p.copy_(noise * (1.0 if "embed" in tensor_name else p.shape[-1] ** -0.5))
+                p.copy_(noise * (1.0 if "embed" in tensor_name else 0.6 * p.shape[-1] ** -0.5))
         for buffer_name, b in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 b.copy_(0.1 * torch.randn(b.shape, generator=generator))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from tercet.spec.model import Balance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +34,31 @@ class MicroBatch(Protocol):
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What a step learns besides the main loss; training/schedule.py makes one from the recipe and the step.
+
+    balance: weights of the balance losses, and the step of the experts' biases. mtp_weight: share of the
+    multi-token prediction loss. Both mean nothing to a model without experts or further predictions.
+    """
+
+    balance: Balance = field(default_factory=Balance)
+    mtp_weight: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepResult:
     """`loss` is the mean over all trained tokens of the step on all ranks; `grad_norm` that of the whole model.
 
-    `updated` is False when loss or norm was not finite: then nothing has changed on any rank.
+    `updated` is False when loss or norm was not finite: then nothing has changed on any rank. `load` says, for a
+    mixture of experts, how full the experts were: expert_load (the fullest over the mean, worst layer),
+    idle_experts, and expert_choices (trained tokens times experts per token times layers: none is dropped).
     """
 
     loss: float
     grad_norm: float
     tokens: int
     updated: bool = True
+    load: dict[str, float] = field(default_factory=dict)
 
 
 class SaveHandle(Protocol):
@@ -55,7 +72,7 @@ class SaveHandle(Protocol):
 
 
 class Engine(Protocol):
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
         ...
 

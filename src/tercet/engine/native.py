@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tercet.engine import MicroBatch, StepResult
+from tercet.engine import MicroBatch, StepResult, Terms
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.shards import Provider, Reader, Save, on_cpu
 from tercet.errors import InputError
+from tercet.model.balance import Balancer
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
+from tercet.model.weights import make_buffers
 from tercet.parallel.data import Replicated
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
@@ -55,6 +58,10 @@ class NativeEngine:
         self._peak: dict[str, int] = {}
         self.layout = self._build(strategy, weights)
         self.module = self.layout.module
+        self.balancer = Balancer(self.module)
+        if weights is not None:
+            for name, bias in self.balancer.biases().items():
+                bias.copy_(weights(name))
         self.optimizer = build_optimizer(self.layout.parts, optim)
         self._make_moments()
 
@@ -88,6 +95,7 @@ class NativeEngine:
             if strategy.compile:
                 layer.compile(dynamic=False)
         fill(module, "")
+        make_buffers(module, self.world.device)
         if sharder is not None:
             sharder.shard(module)
             layout = Sharded(module, self.spec, self.world, self._precision, strategy)
@@ -105,10 +113,12 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------------------ the verbs
 
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         layout, world = self.layout, self.world
         tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)])).item())
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
+        self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
         layout.begin_step()
         self.module.train()
         for n, batch in enumerate(micro_batches):
@@ -124,6 +134,8 @@ class NativeEngine:
         layout.finish_gradients()
         self._note_peak()
         result = self._update(loss_sum, tokens, lr)
+        if self.balancer:
+            result = self._rebalance(result, terms)
         layout.end_step()
         self.steps_done += 1
         return result
@@ -152,6 +164,15 @@ class NativeEngine:
         self.layout.after_update()
         return StepResult(loss, norm, tokens)
 
+    def _rebalance(self, result: StepResult, terms: Terms) -> StepResult:
+        """Move the experts' biases by the whole step's counts, once, after the optimizer; a skipped step by none."""
+        if not result.updated:
+            self.balancer.drop_counts()
+            return result
+        load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
+        figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
+        return replace(result, load=figures)
+
     def _seed_random_numbers(self, micro_step: int) -> None:
         """Random numbers follow from (seed, step, rank, micro-step): nothing to save, nothing to restore."""
         key = f"{self.seed}:{self.steps_done}:{self.world.rank}:{micro_step}".encode()
@@ -177,7 +198,8 @@ class NativeEngine:
         return texts
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.layout.weights()
+        yield from self.layout.weights()
+        yield from self.balancer.biases().items()
 
     # -------------------------------------------------------------------------------------------- saved state
 
@@ -193,6 +215,8 @@ class NativeEngine:
             state = self.optimizer.state[part.value]
             found.append((f"weights/{part.name}", part.value[cut], begin))
             found += [(f"{m}/{part.name}", state[m][cut], begin) for m in MOMENTS]
+        if self.world.rank == 0:  # equal on all ranks
+            found += [(f"balance/{name}", tensor, 0) for name, tensor in self.balancer.state()]
         return found
 
     def save(self, folder: Path) -> Save:
@@ -209,6 +233,7 @@ class NativeEngine:
     def load(self, folder: Path) -> list[str]:
         reader = Reader(folder)
         wanted = {f"{what}/{t.name}" for t in self.spec.tensors() for what in ("weights", *MOMENTS)}
+        wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
         if reader.keys() != wanted:
             missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
             raise InputError(
@@ -219,6 +244,8 @@ class NativeEngine:
             reader.read_into(f"weights/{part.name}", part.begin, part.value)
             for moment in MOMENTS:
                 reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
+        for name, tensor in self.balancer.state():
+            reader.read_into(f"balance/{name}", 0, tensor)
         self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
         for part in self.layout.parts:
             self.optimizer.state[part.value]["step"].fill_(self._updates)

@@ -109,7 +109,7 @@ class Load:
     counts: Tensor
 
     @property
-    def tokens(self) -> int:
+    def choices(self) -> int:
         """Choices made: trained tokens times experts per token times layers; nothing is dropped."""
         return int(self.counts.sum())
 

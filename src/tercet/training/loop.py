@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tercet.engine import Engine, MicroBatch
+from tercet.engine import Engine, MicroBatch, Terms
 from tercet.errors import InterruptedRun, TercetError
 from tercet.parallel.world import World
 from tercet.spec.recipe import OptimSection, TrainSection
@@ -62,13 +62,15 @@ class Loop:
         sample: Callable[[int], None] | None = None,
         has_validation: bool = True,
         at: Callable[[int, list[int]], None] = lambda step, rows: None,
+        terms: Callable[[int], Terms | None] = lambda update: None,
     ):
-        """`state` is added to every checkpoint's state.json; `at(step, rows)` notes where this rank is, for errors."""
+        """`state` is added to every checkpoint's state.json; `at(step, rows)` notes where this rank is, for errors;
+        `terms(update)` says what an update learns besides the main loss."""
         self.engine, self.batches, self.world = engine, batches, world
         self.checkpoints, self.record, self.train, self.optim = checkpoints, record, train, optim
         self.total_steps, self.micro_batch, self.checkpoint_every = total_steps, micro_batch, checkpoint_every
         self.progress, self.stop_requested, self.state = progress, stop_requested, state
-        self.sample, self.has_validation, self.at = sample, has_validation, at
+        self.sample, self.has_validation, self.at, self.terms = sample, has_validation, at, terms
 
     def run(self) -> Progress:
         """Train until total_steps; raises InterruptedRun after saving when any rank was asked to stop."""
@@ -101,7 +103,7 @@ class Loop:
         self.at(p.step + 1, rows)
         # The schedule follows updates: a skipped step does not move it.
         lr = learning_rate(self.optim, p.updates, self.total_steps)
-        result = self.engine.step(batches, lr)
+        result = self.engine.step(batches, lr, self.terms(p.updates))
         p.step += 1
         if not result.updated:
             self._skip(result.loss, result.grad_norm, rows)
@@ -114,7 +116,7 @@ class Loop:
         if self.record is not None:
             self.record.step(
                 p.step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=result.tokens, seconds=seconds,
-                tokens_per_second=result.tokens / seconds,
+                tokens_per_second=result.tokens / seconds, **result.load,
             )  # fmt: skip
 
     def _skip(self, loss: float, norm: float, rows: list[int]) -> None:

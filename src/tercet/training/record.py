@@ -101,9 +101,11 @@ class Recorder:
         """Record a finished step (1-based count of steps done)."""
         self.event("step", step=step, **fields)
         self._pace.add(fields["seconds"])
-        for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
-            self._scalar(f"train/{name}", fields[name], step)
-        line = f"loss {fields['loss']:.4f}  {show_count(fields['tokens_per_second'])} tokens/s{self._eta(step)}"
+        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "expert_load", "idle_experts"):
+            if name in fields:
+                self._scalar(f"train/{name}", fields[name], step)
+        load = f"  fullest expert {fields['expert_load']:.2f}x" if "expert_load" in fields else ""
+        line = f"loss {fields['loss']:.4f}{load}  {show_count(fields['tokens_per_second'])} tokens/s{self._eta(step)}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, line=line)
         elif self._console is not None:

@@ -28,6 +28,7 @@ from tercet.spec.strategy import Strategy
 from tercet.training.checkpoint import Checkpoints, find_checkpoint
 from tercet.training.loop import Loop, Progress, peak_bytes
 from tercet.training.record import Recorder, preparation_bar, write_json
+from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
 
 BYTES_PER_SAVED_PARAMETER = 12  # fp32 weights and two moments
@@ -70,6 +71,7 @@ def run_rank(
         progress=progress, stop_requested=lambda: stop.requested,
         state={"format": FORMAT, "ranks": world.size, "strategy": strategy.name, "data": prepared.key},
         sample=_sampler(recipe, prepared, engine, record), has_validation=prepared.validation is not None, at=at,
+        terms=lambda update: further_terms(recipe.train, spec, update, total_steps),
     )  # fmt: skip
     try:
         loop.run()

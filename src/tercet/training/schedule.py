@@ -1,10 +1,13 @@
-"""The learning rate as a pure function of the optimizer step: no state, so nothing to resume and nothing to step."""
+"""What changes over a run as a pure function of the optimizer step: no state, so nothing to resume and nothing to step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from tercet.spec.recipe import OptimSection
+from tercet.engine import Terms
+from tercet.spec.model import Balance, Model
+from tercet.spec.recipe import OptimSection, TrainSection
 
 
 def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
@@ -30,3 +33,16 @@ def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
         into = step - (total_steps - decay)
         factor = 1.0 if into < 0 or decay == 0 else 1.0 - (1.0 - low) * (into + 1) / decay
     return optim.lr * factor
+
+
+def further_terms(train: TrainSection, model: Model, step: int, total_steps: int) -> Terms:
+    """Return what optimizer step `step` (0-based) learns besides the main loss; auto is what the family used."""
+    done, chosen, own = step / max(1, total_steps), train.balance, model.balance
+    balance = Balance(
+        bias_speed=own.bias_speed if chosen.bias_speed == "auto" else chosen.bias_speed,
+        sequence_loss=own.sequence_loss if chosen.sequence_loss == "auto" else chosen.sequence_loss,
+        batch_loss=own.batch_loss if chosen.batch_loss == "auto" else chosen.batch_loss,
+    )
+    if done >= chosen.bias_until:
+        balance = replace(balance, bias_speed=0.0)
+    return Terms(balance, train.mtp.weight if done < train.mtp.late_after else train.mtp.late_weight)
