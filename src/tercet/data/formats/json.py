@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tercet.data import rows
-from tercet.data.formats.jsonl import value_column
+from tercet.data.formats import jsonl
+from tercet.data.formats.jsonl import refuse_constant, value_column
 from tercet.data.rows import Fault, Reading, Row, excerpt
 
 SUFFIXES = (".json",)
@@ -20,7 +21,7 @@ _SPACE = " \t\n\r"
 
 
 def sniff(path: Path, head: bytes) -> bool:
-    return True  # JSON Lines in a .json file was asked first
+    return not jsonl.sniff(path, head)
 
 
 class _Window:
@@ -37,15 +38,15 @@ class _Window:
 
     def more(self) -> bool:
         """Read on (twice as much each time one value does not fit, so that the work stays linear)."""
-        if self.ended:
+        block = b"" if self.ended else self.file.read(max(_BLOCK, len(self.text) - self.at))
+        if not block:
+            self.decode.decode(b"", final=True)  # raises when the file ends within a character
+            self.ended = True
             return False
         self.move(self.at)
-        self.text, self.at = self.text[self.at :], 0
-        block = self.file.read(max(_BLOCK, len(self.text)))
-        self.ended = not block
-        self.text += self.decode.decode(block, final=self.ended)
-        self._counted = 0
-        return not self.ended
+        self.text = self.text[self.at :] + self.decode.decode(block)
+        self.at = self._counted = 0
+        return True
 
     _counted = 0
 
@@ -91,7 +92,7 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
 
 
 def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
     first = window.peek()
     if first != "[":
         what = (
@@ -124,6 +125,9 @@ def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
                     start = 0
                     continue
                 yield _broken(window, error.msg, max(error.pos, window.at))
+                return
+            except (ValueError, RecursionError) as error:
+                yield _broken(window, str(error))
                 return
             # A number or a word at the very end of the window could go on as well.
             if end == len(window.text) and window.more():

@@ -69,7 +69,7 @@ def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
         detail = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line is not UTF-8"
         return Fault(number, column, rows.BAD_BYTES, detail, excerpt(line.decode(errors="replace"), column))
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         return Fault(number, error.colno, rows.BAD_JSON, error.msg, excerpt(text, error.pos))
     except (ValueError, RecursionError) as error:
@@ -82,7 +82,8 @@ def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
     return found
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
+    """Raise ValueError: Python's parser would take NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{name} is not JSON")
 
 
