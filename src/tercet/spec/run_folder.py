@@ -28,6 +28,10 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def data(self) -> Path:
+        return self.path / "data.json"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -67,15 +71,32 @@ class RunFolder:
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the events in order. A torn last line (a kill while writing) is left out."""
+        return self.scan_events()[0]
+
+    def scan_events(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the events in order and the numbers (from 1) of whole lines that hold none.
+
+        A last line without its end is torn by a kill, not damaged: it is in neither. Raises InputError that names
+        the file when it cannot be read.
+        """
         if not self.events.exists():
-            return []
-        rows = []
-        for line in self.events.read_bytes().splitlines():
+            return [], []
+        try:
+            content = self.events.read_bytes()
+        except OSError as error:
+            raise InputError(f"{self.events} cannot be read: {error.strerror}") from None
+        lines = content.split(b"\n")  # not splitlines: a carriage return belongs to a text
+        rows, damaged = [], []
+        for number, line in enumerate(lines, 1):
             try:
-                rows.append(orjson.loads(line))
+                row = orjson.loads(line)
             except orjson.JSONDecodeError:
-                continue
-        return rows
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("event"), str):
+                rows.append(row)
+            elif line.strip() and number < len(lines):
+                damaged.append(number)
+        return rows, damaged
 
     def read_summary(self) -> dict[str, Any] | None:
         return read_json(self.summary) if self.summary.exists() else None
@@ -85,11 +106,16 @@ class RunFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file's content. Raises InputError that names the file."""
+    """Return a JSON file's content, an object. Raises InputError that names the file."""
     try:
-        return orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        content = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{path} cannot be read: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} cannot be read: it holds a {type(content).__name__}, not an object")
+    return content
 
 
 def open_run(path: str | Path) -> RunFolder:

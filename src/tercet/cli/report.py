@@ -1,0 +1,71 @@
+"""tercet report: a run folder as one page, and its main figures on the console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tercet.report.story import Story
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def report(
+        folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
+        as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    ) -> None:
+        """Write RUN/report.html and print the main figures, predicted beside measured."""
+        run(folder, as_json)
+
+
+def run(folder: str, as_json: bool) -> None:
+    from tercet.report.page import write_report
+    from tercet.report.show import to_json
+    from tercet.report.story import read_story
+    from tercet.spec.run_folder import open_run
+
+    opened = open_run(folder)
+    page = write_report(opened)
+    story = read_story(opened)
+    if as_json:
+        import orjson
+
+        typer.echo(
+            orjson.dumps(to_json(story, page), option=orjson.OPT_INDENT_2)
+        )  # bytes: UTF-8 in any locale
+        return
+    _print(story)
+    typer.echo(f"report {page}")
+
+
+def _print(story: Story) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tercet.report.show import comparison_groups, comparison_note, lead_of, notes_of, state_of, tiles_of
+
+    console = Console(highlight=False, emoji=False)
+    console.print(Text(f"{story.recipe.get('name', 'run')} · {state_of(story)['word']}", style="bold"))
+    console.print(Text(lead_of(story)))
+    for note in notes_of(story):
+        console.print(Text(note["text"], style="red" if note["style"] == "bad" else "yellow"))
+    figures = Table(box=None, show_header=False, pad_edge=False)
+    for tile in tiles_of(story):
+        figures.add_row(tile["name"], Text(tile["value"], style="bold"), Text(tile["small"], style="dim"))
+    console.print(figures)
+    groups = comparison_groups(story.compared)
+    colors = {"close": "green", "near": "yellow", "far": "red"}
+    for group in groups:
+        table = Table(title=group["title"], title_justify="left", title_style="bold")
+        table.add_column(group["head"])
+        for name in ("predicted", "measured", "error"):
+            table.add_column(name, justify="right")
+        for row in group["rows"]:
+            error = Text(row["error"], style=colors.get(row["grade"], ""))
+            table.add_row(Text(row["what"]), row["predicted"], row["measured"], error)
+        console.print(table)
+    if groups:
+        console.print(Text(comparison_note(story.compared, bars=False), style="dim"))
