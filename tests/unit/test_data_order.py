@@ -32,7 +32,11 @@ def mix(sizes, weights=None, seed=0):
 def test_splitmix64_gives_the_published_numbers():
     """The first outputs for seed 1234567, as the reference implementation prints them."""
     states = np.uint64(1234567) + np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert order.splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert order.splitmix64(states).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 def test_the_order_is_fixed_for_ever():

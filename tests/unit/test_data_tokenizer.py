@@ -1,4 +1,6 @@
-"""Tokenizers: trained, from a file, a folder, SentencePiece; saved as folders that transformers reads alike."""
+"""Tokenizers: trained, from a file, a folder, SentencePiece; saved as folders that transformers reads
+alike.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 
 import pytest
 import sentencepiece
+from tests.texts import documents, made, section, sentence, write_rows
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
@@ -13,10 +16,16 @@ from transformers import AutoTokenizer
 from tercet.data import tokenizer
 from tercet.data.prepare import prepare
 from tercet.errors import InputError
-from tests.texts import documents, made, section, sentence, write_rows
 
 TEXTS = [sentence(n, 40) for n in range(60)]
-PROBES = [*TEXTS[:5], "ünknown ☃ 中文 🙂", "  spaces  and\nlines\n", "<|end_of_text|> </s>", "1234567890", "aaaa ===== ----"]
+PROBES = [
+    *TEXTS[:5],
+    "ünknown ☃ 中文 🙂",
+    "  spaces  and\nlines\n",
+    "<|end_of_text|> </s>",
+    "1234567890",
+    "aaaa ===== ----",
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +110,18 @@ def test_sentencepiece_gives_its_own_ids(tmp_path, kind, rule, fallback):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     for text in TEXTS[:5]:
         assert theirs(text).input_ids == [original.bos_id(), *original.encode(text)]
-        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == original.decode(original.encode(text))
+        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == original.decode(
+            original.encode(text)
+        )
 
 
 def test_sentencepiece_in_a_recipe(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=300, minloglevel=2, hard_vocab_limit=False
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=300,
+        minloglevel=2,
+        hard_vocab_limit=False,
     )
     original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     path = write_rows(tmp_path / "rows.jsonl", TEXTS)

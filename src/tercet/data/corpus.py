@@ -83,7 +83,7 @@ class Corpus:
             inside = False
             for row in file.read(Reading(source.section.map, self.part_characters)):
                 if n >= len(marks) or (marks[n] == DROPPED) != isinstance(row, Fault):
-                    raise TercetError(f"{file.path} changed while it was being read", "Start again.")
+                    raise TercetError(f"{file.name} changed while it was being read", "Start again.")
                 mark, n = marks[n], n + 1
                 if mark != side or not isinstance(row, Row):
                     inside = False
@@ -163,7 +163,7 @@ def _note(
 ) -> None:
     if isinstance(row, Fault):
         own.rows += 1
-        place = f"{file.path}, line {row.line}, column {row.column}"
+        place = f"{file.name}, line {row.line}, column {row.column}"
         own.drop(row.reason, place)
         mark.append(DROPPED)
         sentence = f"{place}: {row.reason}: {row.detail}" + (f"  >> {row.excerpt}" if row.excerpt else "")

@@ -50,7 +50,7 @@ def report(
         "sequence_tokens": capacity,
         "sources": [
             {
-                "path": s.section.path,
+                "path": s.name,
                 "files": len(s.files),
                 "bytes": s.bytes,
                 "tokens": r.tokens,

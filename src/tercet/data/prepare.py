@@ -258,7 +258,7 @@ class _Encoding:
             writer.append(piece.ids)
             if not piece.last:
                 continue
-            place = f"{tag.file.path}, line {tag.line}, column 1"
+            place = f"{tag.file.name}, line {tag.line}, column 1"
             if empty:
                 writer.abandon()
                 self._drop(findings, side, NO_TOKENS, place)

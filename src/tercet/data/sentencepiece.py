@@ -45,8 +45,17 @@ class Processor:
 
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return (ids, character ranges) of each text."""
-        protos = self.original.encode(list(texts), out_type="immutable_proto")
-        return [([p.id for p in t.pieces], [(p.begin, p.end) for p in t.pieces]) for t in protos]
+        from sentencepiece import sentencepiece_pb2 as schema
+
+        found = []
+        for text, packed in zip(
+            texts, self.original.encode(list(texts), out_type="serialized_proto"), strict=True
+        ):
+            pieces = schema.SentencePieceText.FromString(packed).pieces
+            # Its ranges count bytes of UTF-8.
+            character = [n for n, c in enumerate(text) for _ in c.encode()] + [len(text)]
+            found.append(([p.id for p in pieces], [(character[p.begin], character[p.end]) for p in pieces]))
+        return found
 
 
 @dataclass
@@ -108,7 +117,8 @@ def _unigram(proto: Any) -> models.Unigram:
     def score(piece: Any) -> float:
         if piece.type == _USER:  # SentencePiece prefers these to any other way of writing the same characters
             return len(piece.piece) * max(scores) - 0.1
-        # Control and byte pieces get the lowest score: a lower one would change the price of an unknown character.
+        # Control and byte pieces get the lowest score: a lower one would change the price of an unknown
+        # character.
         return piece.score if piece.type == _NORMAL else min(scores)
 
     pieces = [(p.piece, score(p)) for p in proto.pieces]

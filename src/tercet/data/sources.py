@@ -27,6 +27,11 @@ class File:
     format: str
     bytes: int
 
+    @property
+    def name(self) -> str:
+        """The path as it can be printed and stored, whatever bytes the file system holds."""
+        return _printable(str(self.path))
+
     def read(self, reading: Reading) -> Iterator[Row | Fault]:
         return formats.formats()[self.format].read(self.path, reading)
 
@@ -39,8 +44,16 @@ class Source:
     files: tuple[File, ...]
 
     @property
+    def name(self) -> str:
+        return _printable(self.section.path)
+
+    @property
     def bytes(self) -> int:
         return sum(f.bytes for f in self.files)
+
+
+def _printable(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def find(section: SourceSection, key: str) -> Source:

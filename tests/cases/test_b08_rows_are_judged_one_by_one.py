@@ -1,0 +1,59 @@
+"""B08: a file of mixed rows is sorted row by row; neither order nor extra columns change the outcome."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tercet.errors import InputError
+from tests.texts import documents, made, sentence
+
+ROWS = [
+    {"text": sentence(1)},
+    {"messages": [{"role": "user", "content": "a"}]},
+    {"text": None},
+    {"instruction": "do", "input": "", "output": "done"},
+    {"text": sentence(2)},
+    {"prompt": "a", "completion": "b"},
+    {"text": sentence(3), "source": "somewhere", "score": 3},
+    {"conversations": [{"from": "human", "value": "a"}]},
+    {"text": 12},
+    {"text": sentence(4), "source": None},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def test_every_row_is_classified_and_the_order_does_not_matter(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    prepared = made(tmp_path, path, bad_rows="skip")
+    report = prepared.report
+    assert report["rows"] == {"read": 10, "train": 4, "validation": 0, "dropped": 6}
+    dropped = report["dropped"]["train"]
+    assert {r: d["rows"] for r, d in dropped.items()} == {"chat row": 4, "null text": 1, "wrong type": 1}
+    assert dropped["null text"]["places"] == [f"{path}, line 3, column 10"]
+    assert dropped["chat row"]["places"] == [f"{path}, line {n}, column 1" for n in (2, 4, 6, 8)]
+    assert report["ignored_columns"] == {"source": 2, "score": 1}
+    assert report["kinds"] == {
+        "text": 4, "other": 2, "messages": 1, "instruction": 1, "prompt and completion": 1,
+        "conversations": 1,
+    }  # fmt: skip
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(ROWS, len(ROWS))
+        other = made(tmp_path, write(tmp_path / f"{seed}.jsonl", shuffled), bad_rows="skip")
+        assert other.report["kinds"] == report["kinds"]
+        assert other.report["rows"] == report["rows"]
+        assert documents(other) == documents(prepared)
+
+
+def test_chats_are_recognised_and_refused_by_name(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[1]])
+    with pytest.raises(
+        InputError, match=r"line 2, column 1: chat row: chat row \(messages\): .* not built yet"
+    ):
+        made(tmp_path, path)
