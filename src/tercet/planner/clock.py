@@ -255,7 +255,8 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
     rate = bus(job, machine, c)
     if not payloads or rate is None:
         return 0.0, 0.0
-    hidden = bare = 0.0
+    hidden = 0.0
+    bare = calls(counts, job) * machine.measured.get("collective_latency", LATENCY[machine.kind]) * (1 - c.overlap)
     for name, (payload, hideable) in payloads.items():
         n = job.tensor if name.endswith("activations") else job.shards
         # A ring sends (n-1)/n of the payload, an all-reduce twice that (NVIDIA nccl-tests, PERFORMANCE.md).
@@ -270,6 +271,23 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
         else:
             bare += seconds
     return hidden, bare
+
+
+# Seconds until a tiny collective returns: cards through the host, as measured by p2pBandwidthLatencyTest (10 to 24 us
+# per copy, a few copies each); gloo on one machine as `tercet doctor` finds it.
+LATENCY = {"gpu": 40e-6, "cpu": 250e-6}
+BUCKET_BYTES = 25e6  # twin of spec/axes/data.py
+
+
+def calls(counts: Counts, job: Job) -> float:
+    """Return how many collectives a rank takes part in per step: a group is a layer, or what is outside them."""
+    if job.shards == 1:
+        return 0.0
+    groups = len(counts.model.layers) + len(counts.model.mtp) + 1
+    if job.zero == 0:
+        return max(1.0, job.gradient_bytes * job.trained_parameters(counts) / BUCKET_BYTES)
+    reductions = job.accumulation if job.reduce_every_micro_batch else 1
+    return groups * ((2 * job.accumulation if job.zero == 3 else 1) + reductions)
 
 
 def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine) -> float:

@@ -135,7 +135,7 @@ def need_lines(entry: dict[str, Any]) -> list[str]:
             f"(states {show_bytes(host['states'])}, pinned {show_bytes(host['pinned'])})"
         )
         if need.get("tokens_per_second"):
-            line += f", at {need['tokens_per_second']:,.0f} tokens/s".replace(",", " ")
+            line += f" at {need['tokens_per_second']:.0f} tokens/s"
         found.append(line)
     return found
 

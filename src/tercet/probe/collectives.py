@@ -1,0 +1,127 @@
+"""Rates of collectives between ranks: started as processes of their own, one measurement per transport."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tercet.probe.selftest import check_collectives
+
+PAYLOAD_BYTES = {"cpu": 2**24, "cuda": 2**27}
+
+
+def transports(cards: int) -> dict[str, dict[str, str]]:
+    """Return transport -> environment: what NCCL finds itself, without peer access, and over sockets; gloo on a CPU."""
+    if cards < 2:
+        return {"gloo": {}}
+    return {
+        "nccl": {},
+        "nccl without peer access": {"NCCL_P2P_DISABLE": "1"},
+        "nccl without peer access and shared memory": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    }
+
+
+def measure(ranks: int, variables: dict[str, str], limit: float = 90.0) -> dict[str, Any]:
+    """Return {"verdict", "all_reduce", "all_gather", "reduce_scatter", "collective_latency"} of one transport.
+
+    Rates are bus bandwidths as NCCL defines them (nccl-tests, PERFORMANCE.md): independent of the number of ranks
+    on a ring. Without rates when the self-test fails or the processes do not end within `limit` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="tercet-probe-") as folder:
+        environment = {**os.environ, **variables, "WORLD_SIZE": str(ranks)}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tercet.probe.collectives", folder],
+                env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for r in range(ranks)
+        ]  # fmt: skip
+        deadline = time.monotonic() + limit
+        try:
+            for process in processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        file = Path(folder, "rates.json")
+        if file.exists():
+            return json.loads(file.read_text(encoding="utf-8"))
+    return {"verdict": f"did not end within {limit:g} s"}
+
+
+def ucc_available() -> bool:
+    """Whether this PyTorch was built with UCC (the wheels are not)."""
+    import torch.distributed as dist
+
+    return bool(getattr(dist, "is_ucc_available", lambda: False)())
+
+
+def main(folder: str) -> None:
+    """One rank: self-test, then rates; rank 0 writes them."""
+    from tercet.parallel.world import open_world
+
+    world = open_world(60, store_file=f"{folder}/store")
+    verdict = check_collectives(world)
+    found: dict[str, Any] = {"verdict": verdict.says}
+    if verdict.ok:
+        found |= rates(world)
+    if world.rank == 0 or not verdict.ok:
+        temporary = Path(folder, f"rates-{world.rank}.tmp")
+        temporary.write_text(json.dumps(found), encoding="utf-8")
+        temporary.replace(Path(folder, "rates.json"))
+    os._exit(0)
+
+
+def rates(world: Any) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    n, size = world.size, PAYLOAD_BYTES[world.device.type]
+    count = size // 4 // n * n
+    whole = torch.zeros(count, device=world.device)
+    part = torch.zeros(count // n, device=world.device)
+    tiny = torch.zeros(1, device=world.device)
+    ring = (n - 1) / n
+    found = {
+        "all_reduce": 2 * ring * 4 * count / _seconds(world, lambda: dist.all_reduce(whole)),
+        "all_gather": ring * 4 * count / _seconds(world, lambda: dist.all_gather_into_tensor(whole, part)),
+        "collective_latency": _seconds(world, lambda: dist.all_reduce(tiny), times=20),
+    }
+    try:
+        found["reduce_scatter"] = ring * 4 * count / _seconds(world, lambda: dist.reduce_scatter_tensor(part, whole))
+    except RuntimeError:  # older gloo has none
+        pass
+    return found
+
+
+def _seconds(world: Any, run: Any, times: int = 5) -> float:
+    """Return the median time of a collective; all ranks run it equally often."""
+    import torch
+
+    run()
+    measured = []
+    for _ in range(times):
+        world.barrier()
+        start = time.perf_counter()
+        run()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        measured.append(time.perf_counter() - start)
+    return statistics.median(measured)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
