@@ -35,24 +35,24 @@ _V3: Sizes = {
     "q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
     "experts": 256, "experts_per_token": 8, "shared_experts": 1, "expert_ffn": 2048, "dense_layers": 3,
     "expert_groups": 8, "groups_per_token": 4, "expert_scale": 2.5, "normalize_experts": True, "mtp_depth": 1,
-    "context_tokens": 163_840, "rope_scaling": _V3_YARN, "sequence_balance": 0.0001, "bias_speed": 0.001,
+    "context_tokens": 163_840, "rope_scaling": _V3_YARN,
 }  # fmt: skip
 
-# Each preset's numbers are those of the config.json of the hub repository named beside it; balancing speeds and
-# weights, which configs do not hold or hold stale, are those of the papers.
+# Each preset's numbers are those of the config.json of the hub repository named beside it; how experts
+# are balanced, which configs do not hold, follows from the papers: see build().
 PRESETS: dict[str, Sizes] = {
     # deepseek-ai/deepseek-moe-16b-base; arXiv 2401.06066
     "deepseek-moe-16b": {
         "family": "deepseek", "vocabulary": 102_400, "width": 2048, "layers": 28, "heads": 16, "ffn": 10_944,
         "experts": 64, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1,
-        "context_tokens": 4096, "sequence_balance": 0.001,
+        "context_tokens": 4096,
     },
     # deepseek-ai/DeepSeek-V2-Lite; arXiv 2405.04434
     "deepseek-v2-lite": {
         "family": "deepseek_v2", "vocabulary": 102_400, "width": 2048, "layers": 27, "heads": 16, "ffn": 10_944,
         "q_rank": None, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
         "experts": 64, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1,
-        "context_tokens": 163_840, "rope_scaling": _V2_YARN, "sequence_balance": 0.001,
+        "context_tokens": 163_840, "rope_scaling": _V2_YARN,
     },
     # deepseek-ai/DeepSeek-V2; arXiv 2405.04434
     "deepseek-v2": {
@@ -60,7 +60,7 @@ PRESETS: dict[str, Sizes] = {
         "q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
         "experts": 160, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1536, "dense_layers": 1,
         "expert_groups": 8, "groups_per_token": 3, "expert_scale": 16.0,
-        "context_tokens": 163_840, "rope_scaling": _V2_YARN, "sequence_balance": 0.001,
+        "context_tokens": 163_840, "rope_scaling": _V2_YARN,
     },
     # deepseek-ai/DeepSeek-V3; arXiv 2412.19437
     "deepseek-v3": _V3,
@@ -72,7 +72,7 @@ PRESETS: dict[str, Sizes] = {
         "q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32,
         "experts": 16, "experts_per_token": 4, "shared_experts": 1, "expert_ffn": 96, "dense_layers": 1,
         "expert_groups": 4, "groups_per_token": 2, "expert_scale": 2.5, "normalize_experts": True, "mtp_depth": 1,
-        "context_tokens": 512, "sequence_balance": 0.0001, "bias_speed": 0.001,
+        "context_tokens": 512,
     },
 }  # fmt: skip
 
@@ -107,13 +107,20 @@ def build(sizes: Sizes, name: str = "") -> Model:
     depth = sizes.get("mtp_depth") or 0
     if depth and family != "deepseek_v3":
         raise InputError(f"model.mtp_depth is {depth}; only deepseek_v3 predicts further tokens, {family} does not")
-    balance = Balance(
-        bias_speed=(sizes.get("bias_speed") or 0.0) if family == "deepseek_v3" else 0.0,
-        sequence_loss=sizes.get("sequence_balance") or 0.0,
-        batch_loss=sizes.get("batch_balance") or 0.0,
-    )
+    third = family == "deepseek_v3"
+    balance = Balance()
+    if sparse is not None:
+        balance = Balance(
+            bias_speed=_or(sizes.get("bias_speed"), 0.001) if third else 0.0,
+            sequence_loss=_or(sizes.get("sequence_balance"), 0.0001 if third else 0.001),
+            batch_loss=_or(sizes.get("batch_balance"), 0.0),
+        )
     extra = (MTP(Layer(attention, sparse or dense)),) * depth
     return build_model(sizes, name, family, layers=layers, mtp=extra, balance=balance)
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else float(given)
 
 
 def _attention(sizes: Sizes, family: str) -> Block:
@@ -157,7 +164,9 @@ def _experts(sizes: Sizes, family: str) -> MoE | None:
         kept_groups=kept,
         group_score="top2" if family == "deepseek_v3" else "max",
         bias=family == "deepseek_v3",
-        normalize=bool(sizes.get("normalize_experts", False)),
+        # DeepSeek's own V2 code and transformers differ for norm_topk_prob, which no published V2 sets: the
+        # weights stay as they are and are scaled, as in transformers.
+        normalize=family != "deepseek_v2" and bool(sizes.get("normalize_experts", False)),
         scale=float(sizes.get("expert_scale") or 1.0),
     )
     return MoE(experts, chosen, sizes["expert_ffn"], sizes.get("shared_experts") or 0, gate)
@@ -175,7 +184,7 @@ def from_hf(config: Config) -> Sizes:
             **({"topk_method": ("greedy", "group_limited_greedy")} if family == "deepseek_v2" else {}),
         },
     )
-    alpha = config.get("aux_loss_alpha") or 0.0
+    alpha, within_rows = config.get("aux_loss_alpha"), config.get("seq_aux", True)
     sizes: Sizes = {
         "family": family,
         **shared_sizes(config),
@@ -186,7 +195,8 @@ def from_hf(config: Config) -> Sizes:
         "expert_ffn": config.get("moe_intermediate_size"),
         "dense_layers": config.get("first_k_dense_replace", 3 if family == "deepseek_v3" else 0),
         "normalize_experts": config.get("norm_topk_prob", family == "deepseek_v3"),
-        ("sequence_balance" if config.get("seq_aux", True) else "batch_balance"): alpha,
+        "sequence_balance": alpha if within_rows else 0.0,
+        "batch_balance": 0.0 if within_rows else alpha,
     }
     if family == "deepseek":
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -200,9 +210,7 @@ def from_hf(config: Config) -> Sizes:
         "expert_scale": config.get("routed_scaling_factor", 2.5 if family == "deepseek_v3" else 1.0),
     }
     if family == "deepseek_v2":
-        # DeepSeek's own code and transformers differ for norm_topk_prob, which no published V2 sets: the
-        # weights stay as they are and are scaled, as in transformers.
-        sizes |= {"normalize_experts": False, "mlp_bias": config.get("mlp_bias", False)}
+        sizes |= {"mlp_bias": config.get("mlp_bias", False)}
         if config.get("topk_method", "greedy") == "group_limited_greedy":
             sizes |= {"expert_groups": config["n_group"], "groups_per_token": config["topk_group"]}
         return sizes
@@ -211,8 +219,6 @@ def from_hf(config: Config) -> Sizes:
         "groups_per_token": config.get("topk_group") or 4,
         "rope_interleaved": config.get("rope_interleave", True),
         "mtp_depth": config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
-        "sequence_balance": alpha or 0.0001,
-        "bias_speed": 0.001,
     }
 
 
