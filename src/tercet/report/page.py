@@ -122,6 +122,8 @@ def charts_of(story: Story) -> list[Chart]:
         chart("Learning rate", "", [Series("learning rate", "main", points_of(steps, "lr"))], from_zero=True),
         chart("Speed", "trained tokens per second", _with_median("tokens/s", speed), resumed, from_zero=True),
     ]
+    load = _with_median("fullest expert", points_of(steps, "expert_load"))  # of models with experts only
+    found.append(chart("Expert load", "fullest expert over the mean", load, resumed))
     return [c for c in found if c is not None]
 
 
