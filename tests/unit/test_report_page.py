@@ -133,7 +133,7 @@ def test_the_page_needs_nothing_from_anywhere(tmp_path):
 def test_a_long_run_keeps_the_page_small_and_every_spike(tmp_path):
     fake = FakeRun(tmp_path / "run", steps=20_000)
     fake.begin()
-    row = {"event": "step", "grad_norm": 1.0, "lr": 1e-3, "tokens": 10, "seconds": 1.0, "tokens_per_second": 10.0}
+    row = {"event": "step", "grad_norm": 1.0, "lr": 1e-3, "tokens": 10, "seconds": 1.0}
     lines = [
         json.dumps({**row, "time": i, "step": i, "loss": 77.25 if i == 12_345 else 2 + 1 / i})
         for i in range(1, 20_001)

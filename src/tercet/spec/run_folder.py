@@ -1,4 +1,4 @@
-"""The files of a run folder: names, and readers that need no torch. Training writes them, report shows them."""
+"""The files of a run folder: names, and readers without torch. Training writes them, report shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = 1  # grows when a file here changes its meaning
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`recipe.yaml plan.json events.jsonl summary.json run.lock logs/ checkpoints/ model/ tensorboard/ report.html`"""
+    """Names of what lies in a run folder. Its format: docs/reference/run-folder.md."""
 
     path: Path
 
@@ -76,8 +76,8 @@ class RunFolder:
     def scan_events(self) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the events in order and the numbers (from 1) of whole lines that hold none.
 
-        A last line without its end is torn by a kill, not damaged: it is in neither. Raises InputError that names
-        the file when it cannot be read.
+        A last line without its end is torn by a kill, not damaged: it is in neither. Raises InputError that
+        names the file when it cannot be read.
         """
         if not self.events.exists():
             return [], []
@@ -122,5 +122,6 @@ def open_run(path: str | Path) -> RunFolder:
     """Return an existing run folder. Raises InputError when it is none."""
     folder = RunFolder(Path(path).expanduser())
     if not folder.recipe.is_file():
-        raise InputError(f"{path} is not a run folder: it has no recipe.yaml", "Give the folder that train printed.")
+        hint = "Give the folder that train printed."
+        raise InputError(f"{path} is not a run folder: it has no recipe.yaml", hint)
     return folder
