@@ -1,0 +1,186 @@
+"""tercet plan: the answer's shape, its refusals and the ways out they name, bad input, and what it must not load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from tercet.errors import InputError, NotLegalError
+from tercet.planner.answer import choose, plan
+from tercet.planner.constants import load
+from tercet.planner.counts import Counts
+from tercet.planner.search import Search, micro_batches
+from tercet.planner.table import show
+from tercet.spec.families import describe
+from tercet.spec.machine import machine_of
+from tercet.spec.recipe import ModelSection, build_recipe
+from tercet.spec.strategy import Strategy, Work
+
+LEDGER = {"weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve"}
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return plan("llama-1.2b-32k", [], gpus="3x4090", links="x16,x8,x4", host_ram="64GB", price=0.4, kwh_price=0.3)
+
+
+def test_the_shape_that_scripts_read(answer):
+    assert json.loads(json.dumps(answer)) == answer
+    for s in answer["strategies"]:
+        assert s["ledger"].keys() == LEDGER
+        assert s["moments"]["peak"] == s["ledger"]
+        assert s["card_bytes"] <= s["usable_bytes"]
+        assert s["card_bytes"] >= sum(s["ledger"].values())
+        assert s["host_bytes"] > 0 and s["disk_bytes"] > 0
+        assert sum(s["clock"].values()) == pytest.approx(s["step_seconds"])
+        assert s["tokens_per_second"] == pytest.approx(96 * 2048 / s["step_seconds"])
+        assert 0 < s["mfu"] < 1
+        assert s["micro_batch"] * s["accumulation"] * 3 - s["idle_rows"] == 96
+    speeds = [s["tokens_per_second"] for s in answer["strategies"]]
+    assert all(a > b * 0.99 for a, b in zip(speeds, speeds[1:], strict=False))
+    for r in answer["refused"]:
+        assert r["name"] and r["why"]
+
+
+def test_money_and_energy(answer):
+    best = answer["strategies"][0]
+    hours = best["total_seconds"] / 3600
+    assert best["for"] == "a billion tokens"
+    assert best["total_seconds"] == pytest.approx(1e9 / best["tokens_per_second"])
+    assert best["money"] == pytest.approx(0.4 * 3 * hours)
+    assert best["energy_money"] == pytest.approx(0.45 * 3 * hours * 0.3)
+
+
+def test_the_way_out_that_a_refusal_names_is_true(answer):
+    """Every refusal of this machine says a change; the change is made here and must fit."""
+    machine = machine_of("3x4090", host_ram="64GB")
+    model = describe(ModelSection(preset="llama-1.2b-32k"))
+    search = Search(Counts(model), Work(2048, 96), machine, load())
+    seen = set()
+    for r in answer["refused"]:
+        strategy, why = Strategy(**r["strategy"]), r["why"][0]
+        assert not search.fits(search.candidate(strategy))
+        change = asdict(strategy)
+        if "recompute: " in why:
+            change["recompute"] = why.split("recompute: ")[1].split()[0]
+            seen.add("recompute")
+        elif "zero: " in why:
+            change["zero"] = int(why.split("zero: ")[1].split()[0])
+            change["reduce_gradients"] = "every_micro_batch" if change["zero"] >= 2 else "once_per_step"
+            seen.add("zero")
+        else:
+            pytest.fail(f"no way out in: {why}")
+        assert search.fits(search.candidate(Strategy(**change))), why
+    assert "zero" in seen
+
+
+def test_a_refusal_may_name_shorter_sequences_or_more_cards():
+    small = plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full"], gpus="3x4060 Ti", sequence="64k",
+                 batch="3")  # fmt: skip
+    model_longer = "model.context_tokens=65536"
+    why = [w for r in small["refused"] for w in r["why"]]
+    assert any("exceeds the model's context" in w for w in why)
+    small = plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full", model_longer], gpus="3x4060 Ti",
+                 sequence="64k", batch="3")  # fmt: skip
+    (why,) = small["refused"][0]["why"]
+    tokens = int(why.split("; ")[1].split()[0])
+    assert tokens < 65536
+    assert plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full", model_longer], gpus="3x4060 Ti",
+                sequence=str(tokens), batch="3")["strategies"]  # fmt: skip
+    large = plan("deepseek-llm-7b", [], gpus="3x4090")
+    assert not large["strategies"]
+    (why,) = large["refused"][0]["why"]
+    cards = int(why.split("; ")[1].split()[0])
+    assert plan("deepseek-llm-7b", ["strategy=zero3"], gpus=f"{cards}x4090")["strategies"]
+
+
+def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
+    unknown = plan("llama-1.2b-32k", [], gpus="3x4090")
+    assert unknown["strategies"] and any("host RAM unknown" in a for a in unknown["assumed"])
+    known = plan("llama-1.2b-32k", [], gpus="3x4090", host_ram="1GB")
+    assert not known["strategies"]
+    assert any("of host RAM" in w and "more needed" in w for r in known["refused"] for w in r["why"])
+
+
+def test_what_is_fixed_stays_fixed():
+    fixed = plan("llama-1.2b-32k", ["strategy=zero2", "strategy.micro_batch=4", "strategy.recompute=full"], gpus="3x4090")
+    assert [(s["strategy"]["zero"], s["micro_batch"], s["recompute"]) for s in fixed["strategies"]] == [(2, 4, "full")]
+    assert fixed["work"]["batch_sequences"] == 96
+
+
+def test_choose_is_what_train_uses():
+    recipe = build_recipe({"model": "first-light", "data": {"train": "-"}}, ["train.batch_sequences=12", "data.sequence_tokens=256"])
+    strategy, chosen = choose(recipe, machine_of("3x4090"), 3)
+    assert strategy.ranks == 3 and chosen["strategy"] == asdict(strategy)
+    assert chosen["moments"].keys() == {"between_steps", "peak"}
+    with pytest.raises(NotLegalError, match="too much"):
+        choose(build_recipe({"model": "llama-3.1-70b", "data": {"train": "-"}}), machine_of("3x4090"), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "words"),
+    [
+        ("deepseek-lm-7b", {}, "deepseek-llm-7b"),
+        ("first-ligt", {}, "first-light"),
+        ("first-light", {"gpus": "3x4091"}, "4090"),
+        ("first-light", {"gpus": "0x4090"}, "from 1 to 1024"),
+        ("first-light", {"gpus": "3x4090", "links": "x16,x8"}, "names 2 cards"),
+        ("first-light", {"gpus": "3x4090", "links": "x3"}, "x1, x2, x4"),
+        ("first-light", {"gpus": "3x4090", "host_ram": "lots"}, "host-ram"),
+        ("first-light", {"gpus": "2x4090", "ranks": 3}, "exceeds the 2 cards"),
+        ("first-light", {"method": "dora"}, "full, lora, qlora, pretrain"),
+        ("first-light", {"batch": "many"}, "batch_sequences"),
+    ],
+)
+def test_bad_input_names_what_would_do(name, machine, words):
+    with pytest.raises(InputError) as caught:
+        plan(name, [], **machine)
+    assert words in str(caught.value)
+
+
+def test_an_unknown_architecture_says_which_keys(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 5, "state_size": 16}))
+    with pytest.raises(InputError) as caught:
+        plan(str(tmp_path), [], gpus="1x4090")
+    for word in ("mamba", "hidden_size", "state_size"):
+        assert word in str(caught.value)
+
+
+def test_a_model_folder_is_planned_from_its_config_alone(tmp_path):
+    config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(str(tmp_path), [], gpus="1x4090")
+    assert found["model"]["layers"] == 2 and found["work"]["sequence_tokens"] == 128
+
+
+def test_a_method_that_is_not_built_is_refused_with_a_sentence():
+    found = plan("llama-2-7b", [], gpus="2x4090", method="qlora")
+    assert not found["strategies"] and "not built" in found["refused"][0]["why"][0]
+
+
+def test_plan_loads_no_torch():
+    code = (
+        "import sys; from tercet.planner.answer import plan; from tercet.planner.table import show;"
+        "print(len(show(plan('deepseek-llm-7b', [], gpus='3x4090'))));"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), 'something heavy was loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_search_tries_few_micro_batches_however_many_rows():
+    assert micro_batches(3, Work(2048, 96)) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
+    assert len(micro_batches(64, Work(128, 100_000))) <= 14
+    for ranks in (1, 3, 64):
+        for batch in (1, 5, 96, 4096):
+            assert all(1 <= m <= -(-batch // ranks) for m in micro_batches(ranks, Work(512, batch)))
+
+
+def test_text_shows_table_refusals_and_assumptions(answer):
+    text = show(answer)
+    for word in ("tokens/s", "zero1", "Refused:", "Assumed:", "GB at the peak", "at the given price"):
+        assert word in text
