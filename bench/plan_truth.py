@@ -29,8 +29,12 @@ GROUPS = (("pytorch", False), ("foreign", True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="?", type=Path, default=OURS, help="a file in the format of bench/measurements.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "rows", nargs="?", type=Path, default=OURS, help="a file in the format of bench/measurements.json"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--fit", action="store_true", help="fit on our rows and write the constants")
     options = parser.parse_args()
@@ -82,13 +86,21 @@ def make_report(path: Path) -> dict[str, Any]:
         for source in sorted({publisher(p.row.source) for p in wanted.values()}):
             others = [p for p in known if publisher(p.row.source) != source]
             constants = whole if len(others) == len(known) else calibrate.fit(others, whole, prior, rounds=5)
-            by_source.update({n: p.predict(constants) for n, p in wanted.items() if publisher(p.row.source) == source})
+            by_source.update(
+                {n: p.predict(constants) for n, p in wanted.items() if publisher(p.row.source) == source}
+            )
     return {
         "file": str(path),
         "rows": [line(raw, row, in_domain.get(n), by_source.get(n)) for n, (raw, row) in enumerate(rows)],
         "summary": {
             name: {
-                figure: summarise([(row, found[n]) for n, (_, row) in enumerate(rows) if row.foreign == foreign and n in found])
+                figure: summarise(
+                    [
+                        (row, found[n])
+                        for n, (_, row) in enumerate(rows)
+                        if row.foreign == foreign and n in found
+                    ]
+                )
                 for figure, found in (("in_domain", in_domain), ("leave_one_source_out", by_source))
             }
             for name, foreign in GROUPS
@@ -144,7 +156,9 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [f"{'row':6} {'model':22} {'source':30} {'tokens/s':>9} {'measured':>9} {'error':>6} {'other':>6} "
              f"{'memory':>7} {'measured':>8} {'error':>6} {'other':>6}"]  # fmt: skip
     for row in report["rows"]:
-        start = f"{row['id']:6} {str(row['model'])[:22]:22} {row['source'].removeprefix('github.com/')[:30]:30}"
+        start = (
+            f"{row['id']:6} {str(row['model'])[:22]:22} {row['source'].removeprefix('github.com/')[:30]:30}"
+        )
         if "why" in row:
             lines.append(f"{start} not predicted: {row['why']}")
             continue
@@ -169,7 +183,8 @@ def number(value: float | None, digits: int, width: int = 9) -> str:
 
 def percent(figure: dict[str, Any]) -> str:
     return " ".join(
-        f"{figure[k]:+6.0%}" if figure[k] is not None else "     -" for k in ("error", "error_leave_source_out")
+        f"{figure[k]:+6.0%}" if figure[k] is not None else "     -"
+        for k in ("error", "error_leave_source_out")
     )
 
 

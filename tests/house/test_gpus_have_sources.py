@@ -21,7 +21,9 @@ def test_every_number_has_a_source(card):
     for key, value in TABLE[card].items():
         if key in ("arch", "note"):
             continue
-        assert isinstance(value, list) and value[-1] in TABLE["sources"], f"{card}: {key} = {value} names no source"
+        assert isinstance(value, list) and value[-1] in TABLE["sources"], (
+            f"{card}: {key} = {value} names no source"
+        )
         assert all(isinstance(v, int | float) for v in value[:-1])
 
 

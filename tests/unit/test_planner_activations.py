@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.tiny import tiny_model
 
 from tercet.model.decoder import Decoder
 from tercet.model.rope import rotary_table
 from tercet.planner.counts import Counts
 from tercet.planner.job import Job
 from tercet.planner.ledger import layer_bytes
-from tests.tiny import tiny_model
 
 ROWS, TOKENS = 2, 64
 
@@ -21,7 +21,9 @@ def kept_bytes(model, dtype: torch.dtype) -> float:
     for p in decoder.parameters():
         p.data = torch.full(p.shape, 0.01, dtype=dtype)
     x = torch.randn(ROWS, TOKENS, model.width, dtype=dtype, requires_grad=True)
-    table = rotary_table(model.rope, model.layers[0].attention.head_dim, torch.arange(TOKENS).expand(ROWS, TOKENS), dtype)
+    table = rotary_table(
+        model.rope, model.layers[0].attention.head_dim, torch.arange(TOKENS).expand(ROWS, TOKENS), dtype
+    )
     outside = {t.untyped_storage().data_ptr() for t in (*decoder.parameters(), *table)}
     held, seen = [], {}
 
@@ -38,7 +40,9 @@ def kept_bytes(model, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-@pytest.mark.parametrize("sizes", [{}, {"heads": 4, "kv_heads": 4, "ffn": 100}, {"width": 48, "heads": 3, "kv_heads": 1}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"heads": 4, "kv_heads": 4, "ffn": 100}, {"width": 48, "heads": 3, "kv_heads": 1}]
+)
 def test_a_layer_keeps_what_the_description_says(dtype, size, sizes):
     model = tiny_model(**sizes)
     counts = Counts(model)
@@ -49,5 +53,7 @@ def test_a_layer_keeps_what_the_description_says(dtype, size, sizes):
 def test_recomputing_keeps_less_level_by_level():
     counts = Counts(tiny_model())
     job = Job(ranks=1, micro_batch=1, sequence=64)
-    none, selective, full = (layer_bytes(counts, counts.kinds[0], job, r) for r in ("none", "selective", "full"))
+    none, selective, full = (
+        layer_bytes(counts, counts.kinds[0], job, r) for r in ("none", "selective", "full")
+    )
     assert none > selective > full == 2 * 32

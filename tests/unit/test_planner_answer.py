@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,9 @@ LEDGER = {"weights", "master", "gradients", "optimizer", "activations", "logits"
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan("llama-1.2b-32k", [], gpus="3x4090", links="x16,x8,x4", host_ram="64GB", price=0.4, kwh_price=0.3)
+    return plan(
+        "llama-1.2b-32k", [], gpus="3x4090", links="x16,x8,x4", host_ram="64GB", price=0.4, kwh_price=0.3
+    )
 
 
 def test_the_shape_that_scripts_read(answer):
@@ -41,7 +44,7 @@ def test_the_shape_that_scripts_read(answer):
         assert 0 < s["mfu"] < 1
         assert s["micro_batch"] * s["accumulation"] * 3 - s["idle_rows"] == 96
     speeds = [s["tokens_per_second"] for s in answer["strategies"]]
-    assert all(a > b * 0.99 for a, b in zip(speeds, speeds[1:], strict=False))
+    assert all(a > b * 0.99 for a, b in pairwise(speeds))
     for r in answer["refused"]:
         assert r["name"] and r["why"]
 
@@ -107,13 +110,22 @@ def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
 
 
 def test_what_is_fixed_stays_fixed():
-    fixed = plan("llama-1.2b-32k", ["strategy=zero2", "strategy.micro_batch=4", "strategy.recompute=full"], gpus="3x4090")
-    assert [(s["strategy"]["zero"], s["micro_batch"], s["recompute"]) for s in fixed["strategies"]] == [(2, 4, "full")]
+    fixed = plan(
+        "llama-1.2b-32k",
+        ["strategy=zero2", "strategy.micro_batch=4", "strategy.recompute=full"],
+        gpus="3x4090",
+    )
+    assert [(s["strategy"]["zero"], s["micro_batch"], s["recompute"]) for s in fixed["strategies"]] == [
+        (2, 4, "full")
+    ]
     assert fixed["work"]["batch_sequences"] == 96
 
 
 def test_choose_is_what_train_uses():
-    recipe = build_recipe({"model": "first-light", "data": {"train": "-"}}, ["train.batch_sequences=12", "data.sequence_tokens=256"])
+    recipe = build_recipe(
+        {"model": "first-light", "data": {"train": "-"}},
+        ["train.batch_sequences=12", "data.sequence_tokens=256"],
+    )
     strategy, chosen = choose(recipe, machine_of("3x4090"), 3)
     assert strategy.ranks == 3 and chosen["strategy"] == asdict(strategy)
     assert chosen["moments"].keys() == {"between_steps", "peak"}
@@ -143,7 +155,9 @@ def test_bad_input_names_what_would_do(name, machine, words):
 
 
 def test_an_unknown_architecture_says_which_keys(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 5, "state_size": 16}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mamba", "vocab_size": 5, "state_size": 16})
+    )
     with pytest.raises(InputError) as caught:
         plan(str(tmp_path), [], gpus="1x4090")
     for word in ("mamba", "hidden_size", "state_size"):

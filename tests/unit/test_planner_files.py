@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tercet.errors import InputError
-from tercet.planner.foreign import plan_from_files, read_accelerate, read_deepspeed
+from tercet.planner.foreign import read_accelerate, read_deepspeed
+from tercet.planner.foreign_plan import plan_from_files
 
 # The settings of a published set-up: ZeRO-3 through Accelerate, without the key that would switch it on.
 WITHOUT_TYPE = """\
@@ -42,13 +43,19 @@ def kinds(reading) -> dict[str, str]:
 def test_accelerate_file_without_a_type(tmp_path):
     file = tmp_path / "zero3.yaml"
     file.write_text(WITHOUT_TYPE)
-    answer = plan_from_files("llama-1.2b-32k", [], None, str(file), {"gpus": "3x4090", "sequence": "512", "batch": "12"})
+    answer = plan_from_files(
+        "llama-1.2b-32k", [], None, str(file), {"gpus": "3x4090", "sequence": "512", "batch": "12"}
+    )
     found = {f["key"]: f for f in answer["findings"]}
     assert "distributed_type: DEEPSPEED" in found["distributed_type"]["says"]
     assert found["deepspeed_config.load_from_fp32_weights"]["kind"] == "dead"
     assert found["deepspeed_config.overlap_comm"]["kind"] == "dead"
     assert found["fp16"]["kind"] in ("unknown", "contradiction")
-    assert answer["means"]["zero"] == 3 and answer["means"]["precision"] == "fp16" and answer["means"]["ranks"] == 3
+    assert (
+        answer["means"]["zero"] == 3
+        and answer["means"]["precision"] == "fp16"
+        and answer["means"]["ranks"] == 3
+    )
     need = answer["asked"][0]["would_need"]
     assert 5e9 < need["card_bytes"] < 25e9  # it fits a 4090
     assert answer["strategies"]  # what the planner would take instead

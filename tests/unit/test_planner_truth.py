@@ -49,7 +49,9 @@ def test_the_aim_for_pytorch_systems_holds(rows):
 
 def test_a_fit_finds_the_constants_that_made_the_rows(rows):
     """Rows are given the figures of other constants; the fit, begun at the priors, must predict them."""
-    true = replace(Constants(), matmul_share_geforce=1.2, bandwidth_share=0.55, staged_total=14e9, full_logits_bytes=19.0)
+    true = replace(
+        Constants(), matmul_share_geforce=1.2, bandwidth_share=0.55, staged_total=14e9, full_logits_bytes=19.0
+    )
     made = []
     for p in calibrate.prepare(r for r in rows if not r.foreign):
         found = p.predict(true)
@@ -63,7 +65,10 @@ def test_a_fit_finds_the_constants_that_made_the_rows(rows):
 def test_no_row_is_known_by_name(rows):
     """A prediction follows from the configuration: ids and sources may change, the result must not."""
     for raw in RAW[:20]:
-        a, b = read_row(raw), read_row({**raw, "id": "x", "source": "github.com/else/where", "tokens_per_s": 1.0})
+        a, b = (
+            read_row(raw),
+            read_row({**raw, "id": "x", "source": "github.com/else/where", "tokens_per_s": 1.0}),
+        )
         assert (a.job, a.machine, a.model) == (b.job, b.machine, b.model)
 
 
@@ -91,7 +96,14 @@ def test_the_clock_answers_to_what_it_models(rows):
 
 def test_another_file_is_predicted_with_our_constants(tmp_path):
     file = tmp_path / "rows.json"
-    odd = {"id": "odd", "source": "example.org/x", "model": {"name": "m"}, "gpu": "RTX 4090", "n_gpus": 1, "tokens_per_s": 5}
+    odd = {
+        "id": "odd",
+        "source": "example.org/x",
+        "model": {"name": "m"},
+        "gpu": "RTX 4090",
+        "n_gpus": 1,
+        "tokens_per_s": 5,
+    }
     card = {**RAW[1], "id": "unknown-card", "gpu": "RTX 9999"}
     file.write_text(json.dumps([RAW[0], odd, card]))
     run = subprocess.run(
@@ -101,7 +113,9 @@ def test_another_file_is_predicted_with_our_constants(tmp_path):
     report = json.loads(run.stdout)
     first, second, third = report["rows"]
     assert first["tokens_per_s"]["predicted"] > 0
-    assert first["tokens_per_s"]["error"] == pytest.approx(first["tokens_per_s"]["predicted"] / RAW[0]["tokens_per_s"] - 1, abs=1e-3)
+    assert first["tokens_per_s"]["error"] == pytest.approx(
+        first["tokens_per_s"]["predicted"] / RAW[0]["tokens_per_s"] - 1, abs=1e-3
+    )
     assert first["memory"]["kind"] == "reserved"
     assert "hidden" in second["why"] and "RTX 9999" in third["why"]
     assert report["summary"]["pytorch"]["in_domain"]["tokens_per_s"]["rows"] == 1

@@ -12,19 +12,33 @@ def register(app: typer.Typer) -> None:
     def plan(
         arguments: Annotated[
             list[str] | None,
-            typer.Argument(metavar="[RECIPE|MODEL] [key=value]...", help="A recipe, preset, model folder or hub name."),
+            typer.Argument(
+                metavar="[RECIPE|MODEL] [key=value]...", help="A recipe, preset, model folder or hub name."
+            ),
         ] = None,
         gpus: Annotated[str | None, typer.Option(help="Cards, as 3x4090; default: this machine's.")] = None,
-        host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GB; default: this machine's.")] = None,
-        links: Annotated[str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")] = None,
-        ranks: Annotated[int | None, typer.Option(help="Use so many cards or CPU processes.", min=1, max=1024)] = None,
+        host_ram: Annotated[
+            str | None, typer.Option(help="Host memory, as 128GB; default: this machine's.")
+        ] = None,
+        links: Annotated[
+            str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")
+        ] = None,
+        ranks: Annotated[
+            int | None, typer.Option(help="Use so many cards or CPU processes.", min=1, max=1024)
+        ] = None,
         sequence: Annotated[str | None, typer.Option(help="Tokens per sequence, as 2048 or 4k.")] = None,
-        batch: Annotated[str | None, typer.Option(help="Sequences per optimizer step, over all ranks.")] = None,
+        batch: Annotated[
+            str | None, typer.Option(help="Sequences per optimizer step, over all ranks.")
+        ] = None,
         method: Annotated[str | None, typer.Option(help="full, lora, qlora or pretrain.")] = None,
         price: Annotated[float | None, typer.Option(help="Price of one card for an hour.", min=0)] = None,
         kwh_price: Annotated[float | None, typer.Option(help="Price of a kWh.", min=0)] = None,
-        deepspeed_config: Annotated[str | None, typer.Option(help="Read a DeepSpeed JSON and say what it means.")] = None,
-        accelerate_config: Annotated[str | None, typer.Option(help="Read an Accelerate YAML and say what it means.")] = None,
+        deepspeed_config: Annotated[
+            str | None, typer.Option(help="Read a DeepSpeed JSON and say what it means.")
+        ] = None,
+        accelerate_config: Annotated[
+            str | None, typer.Option(help="Read an Accelerate YAML and say what it means.")
+        ] = None,
         rows: Annotated[int, typer.Option(help="Strategies to show.", min=1)] = 6,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
@@ -48,14 +62,16 @@ def run(
 
     name = arguments.pop(0) if arguments and "=" not in arguments[0] else None
     if deepspeed_config or accelerate_config:
-        from tercet.planner.foreign import plan_from_files
+        from tercet.planner.foreign_plan import plan_from_files
 
         answer = plan_from_files(name, arguments, deepspeed_config, accelerate_config, machine)
     else:
         from tercet.planner.answer import plan
 
         if name is None:
-            raise InputError("plan needs a recipe or a model", "For example: tercet plan deepseek-llm-7b --gpus 3x4090")
+            raise InputError(
+                "plan needs a recipe or a model", "For example: tercet plan deepseek-llm-7b --gpus 3x4090"
+            )
         answer = plan(name, arguments, **machine)
     if as_json:
         import orjson

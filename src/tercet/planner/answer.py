@@ -54,7 +54,9 @@ def plan(
         where = f"cards: this machine's, {machine.describe()}"
         if machine.measured:
             where += f", measured by tercet doctor ({machine_file()})"
-        assumed.insert(0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else ""))
+        assumed.insert(
+            0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else "")
+        )
     if machine.host_bytes is None:
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
@@ -96,7 +98,11 @@ def choose(recipe: Recipe, machine: Machine, ranks: int) -> tuple[Strategy, dict
 
 
 def read_recipe(
-    name: str | Path, overrides: list[str], sequence: int | str | None, batch: int | str | None, method: str | None
+    name: str | Path,
+    overrides: list[str],
+    sequence: int | str | None,
+    batch: int | str | None,
+    method: str | None,
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe and what was assumed. A bare model becomes a recipe with the defaults below."""
     extra = []
@@ -167,7 +173,8 @@ def answer_for(
     found = None if missing else search.run(section, ranks)
     strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
     refused = [
-        {"name": label(r.strategy), "strategy": asdict(r.strategy), "why": r.why} for r in (found.refused if found else [])
+        {"name": label(r.strategy), "strategy": asdict(r.strategy), "why": r.why}
+        for r in (found.refused if found else [])
     ]
     if missing:
         refused = [_asked_for(search, recipe, ranks, missing)]
@@ -194,7 +201,11 @@ def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -
 
     strategy = resolve(recipe.strategy, ranks, search.work)
     why = missing + refusals(search.counts.model, strategy, search.work, search.machine)
-    entry: dict[str, Any] = {"name": label(strategy), "strategy": asdict(strategy), "why": list(dict.fromkeys(why))}
+    entry: dict[str, Any] = {
+        "name": label(strategy),
+        "strategy": asdict(strategy),
+        "why": list(dict.fromkeys(why)),
+    }
     if recipe.adapter.kind == "none":
         entry["would_need"] = would_need(search, strategy)
         if strategy.recompute == "none":
@@ -287,7 +298,10 @@ def costs(
     steps = recipe.train.steps
     count = steps if steps is not None else 1e9 / per_step
     total = seconds * count
-    found: dict[str, Any] = {"for": f"{steps} steps" if steps is not None else "a billion tokens", "total_seconds": total}
+    found: dict[str, Any] = {
+        "for": f"{steps} steps" if steps is not None else "a billion tokens",
+        "total_seconds": total,
+    }
     card = machine.card
     if card is not None:
         watts = (card.watts or 0) * candidate.strategy.ranks
@@ -322,7 +336,9 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
     """Return what a user should know besides the table."""
     found, machine, work = [], search.machine, search.work
     if machine.card is None and not machine.measured:
-        found.append("speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent")
+        found.append(
+            "speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent"
+        )
     if fits and fits[0].rows and fits[0].seconds:
         best = fits[0]
         share = (best.rows["communication"] + best.rows["host"]) / best.seconds  # type: ignore[index, operator]
@@ -342,7 +358,9 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
             )
     gain = fp8_gain(machine)
     if gain and work.precision == "bf16" and machine.card:
-        found.append(f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; training in fp8 is not built yet")
+        found.append(
+            f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; training in fp8 is not built yet"
+        )
     return found
 
 
@@ -356,7 +374,9 @@ def _against_one(search: Search, best: Candidate, recipe: Recipe, ranks: int) ->
         return []
     factor = best.tokens_per_second / alone[0].tokens_per_second
     if factor < 1:
-        return [f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"]
+        return [
+            f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"
+        ]
     return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
 
 

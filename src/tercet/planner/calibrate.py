@@ -63,7 +63,9 @@ class Prepared:
         return found
 
 
-def fit(rows: Sequence[Prepared], start: Constants | None = None, prior: Constants | None = None, rounds: int = 8) -> Constants:
+def fit(
+    rows: Sequence[Prepared], start: Constants | None = None, prior: Constants | None = None, rounds: int = 8
+) -> Constants:
     """Return the constants that fit the rows best, drawn to `prior`; begins at `start`."""
     prior = prior or Constants()
     centre = np.log([getattr(prior, n) for n in NAMES])
@@ -92,7 +94,9 @@ def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
     return np.array([e for r in rows for e in r.errors(constants)])
 
 
-def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
+def leave_one_out(
+    rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None
+) -> dict[str, Prediction]:
     """Predict each row with constants fitted on all the others (in-domain figure)."""
     found = {}
     for n, row in enumerate(rows):
@@ -101,7 +105,9 @@ def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants |
     return found
 
 
-def leave_source_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
+def leave_source_out(
+    rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None
+) -> dict[str, Prediction]:
     """Predict each source's rows with constants fitted on the other sources."""
     found = {}
     for source in {publisher(r.row.source) for r in rows}:

@@ -6,7 +6,9 @@ accelerate/commands/config/config_args.py and commands/launch.py (accelerate 1.1
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +16,15 @@ import yaml
 
 from tercet.errors import InputError, nearest
 
-# DeepSpeed, top level. What Tercet takes over stands in the code below; the rest is known, but changes no plan.
-DEEPSPEED = frozenset(
-    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16
-    bfloat16 amp gradient_clipping zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state communication_data_type
-    seq_parallel_comm_data_type prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather
-    activation_checkpointing aio flops_profiler tensorboard wandb csv_monitor comet comms_logger checkpoint
-    data_types elasticity autotuning compression_training data_efficiency curriculum_learning eigenvalue
-    progressive_layer_drop sparse_attention hybrid_engine pipeline compile graph_harvesting dataloader_drop_last
-    vocabulary_size nebula weight_quantization tensor_parallel torch_autocast sequence_parallel_size
-    use_data_before_expert_parallelism""".split()
-)
-ZERO = frozenset(
-    """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-    allgather_partitions allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory
-    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size
-    prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
-    max_reuse_distance gather_16bit_weights_on_model_save ignore_unused_parameters legacy_stage1
-    round_robin_gradients zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-    zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather
-    memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
-    enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module""".split()
-)
+# What Tercet takes over stands in the code below; the other keys are known, but change no plan.
+_KEYS = {
+    name: frozenset(keys.split())
+    for name, keys in tomllib.loads(
+        (resources.files("tercet.planner") / "foreign_keys.toml").read_text(encoding="utf-8")
+    ).items()
+}
+DEEPSPEED = _KEYS["deepspeed"]
+ZERO = _KEYS["zero"]
 ONLY_STAGE_3 = frozenset(k for k in ZERO if k.startswith("stage3_")) | {
     "offload_param", "cpu_offload_param", "sub_group_size", "memory_efficient_linear", "override_module_apply",
     "zero_hpz_partition_size", "zero_quantized_weights",
@@ -50,32 +34,14 @@ ONLY_STAGE_12 = frozenset(
     ("allgather_partitions", "allgather_bucket_size", "load_from_fp32_weights", "round_robin_gradients",
      "ignore_unused_parameters", "use_multi_rank_bucket_allreduce", "legacy_stage1")
 )  # fmt: skip
-OFFLOAD = frozenset(
-    """device nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read pipeline_write fast_init ratio
-    super_offload cpuadam_cores_perc""".split()
-)
+OFFLOAD = _KEYS["offload"]
 DEPRECATED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param", "bfloat16": "bf16",
               "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory",
               "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}  # fmt: skip
 
-ACCELERATE = frozenset(
-    """compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines
-    gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity
-    fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16
-    tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config""".split()
-)
-ACCELERATE_DEEPSPEED = frozenset(
-    """deepspeed_config_file zero_stage gradient_accumulation_steps gradient_clipping offload_optimizer_device
-    offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero3_init_flag zero3_save_16bit_model
-    deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter
-    deepspeed_moe_layer_cls_names""".split()
-)
-ACCELERATE_FSDP = frozenset(
-    """fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_offload_params
-    fsdp_state_dict_type fsdp_backward_prefetch fsdp_forward_prefetch fsdp_use_orig_params
-    fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_activation_checkpointing
-    fsdp_activation_checkpointing_offload fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap""".split()
-)
+ACCELERATE = _KEYS["accelerate"]
+ACCELERATE_DEEPSPEED = _KEYS["accelerate_deepspeed"]
+ACCELERATE_FSDP = _KEYS["accelerate_fsdp"]
 
 
 @dataclass
@@ -154,10 +120,16 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
 def _precision(content: dict[str, Any], found: Reading) -> None:
     on = [k for k in ("fp16", "bf16", "bfloat16") if _enabled(content.get(k))]
     if len(on) > 1:
-        found.say(on[0], "contradiction", f"{' and '.join(on)} are both enabled; DeepSpeed stops at that: keep one")
+        found.say(
+            on[0], "contradiction", f"{' and '.join(on)} are both enabled; DeepSpeed stops at that: keep one"
+        )
     for key in ("fp16", "bf16"):
         if isinstance(content.get(key), bool):
-            found.say(key, "refused", f"{key}: {str(content[key]).lower()} must be a section: {{\"enabled\": {str(content[key]).lower()}}}")
+            found.say(
+                key,
+                "refused",
+                f'{key}: {str(content[key]).lower()} must be a section: {{"enabled": {str(content[key]).lower()}}}',
+            )
     if on:
         found.precision = "fp16" if "fp16" in on and len(on) == 1 else "bf16"
 
@@ -212,7 +184,9 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
     for key in keys:
         value = content.get(key)
         if value == "auto":
-            found.say(key, "note", f"{key}: auto is filled in by transformers' Trainer, from its own arguments")
+            found.say(
+                key, "note", f"{key}: auto is filled in by transformers' Trainer, from its own arguments"
+            )
             value = None
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{found.path}: {key} is {value!r}; it must be a whole number of at least 1")
@@ -269,7 +243,9 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     kind = content.get("distributed_type")
     deepspeed, fsdp = content.get("deepspeed_config") or {}, content.get("fsdp_config") or {}
     if kind is None:
-        wanted = "DEEPSPEED" if deepspeed or any(k in ZERO for k in content) else "FSDP" if fsdp else "MULTI_GPU"
+        wanted = (
+            "DEEPSPEED" if deepspeed or any(k in ZERO for k in content) else "FSDP" if fsdp else "MULTI_GPU"
+        )
         found.say(
             "distributed_type", "refused",
             f"distributed_type is missing: accelerate launch refuses the file; add distributed_type: {wanted}",
@@ -279,7 +255,11 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     if precision not in (None, "no", False):
         found.precision = str(precision)
     if "fp16" in content and precision not in (None, "no", False):
-        found.say("fp16", "contradiction", f"fp16 and mixed_precision: {precision} are both given; only mixed_precision is read")
+        found.say(
+            "fp16",
+            "contradiction",
+            f"fp16 and mixed_precision: {precision} are both given; only mixed_precision is read",
+        )
     if deepspeed and kind != "DEEPSPEED":
         found.say("deepspeed_config", "dead", f"deepspeed_config does nothing with distributed_type: {kind}")
     if fsdp and kind != "FSDP":
@@ -294,11 +274,17 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
 def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], found: Reading) -> None:
     file = section.get("deepspeed_config_file")
     if file:
-        inner = read_deepspeed(read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks)
+        inner = read_deepspeed(
+            read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks
+        )
         for key in section:
             if key in ("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device",
                        "offload_param_device", "zero3_save_16bit_model"):  # fmt: skip
-                inner.say(key, "contradiction", f"deepspeed_config.{key} beside deepspeed_config_file: accelerate refuses both")
+                inner.say(
+                    key,
+                    "contradiction",
+                    f"deepspeed_config.{key} beside deepspeed_config_file: accelerate refuses both",
+                )
         inner.findings = found.findings + inner.findings
         inner.path, inner.precision = found.path, inner.precision or found.precision
         found.__dict__.update(inner.__dict__)
@@ -322,15 +308,23 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
     try:
         found.zero = int(stage)
     except (TypeError, ValueError):
-        raise InputError(f"{found.path}: deepspeed_config.zero_stage is {stage!r}; it must be 0, 1, 2 or 3") from None
+        raise InputError(
+            f"{found.path}: deepspeed_config.zero_stage is {stage!r}; it must be 0, 1, 2 or 3"
+        ) from None
     found.offload_optimizer = str(section.get("offload_optimizer_device") or "none")
     weights = str(section.get("offload_param_device") or "none")
     if weights != "none" and found.zero != 3:
-        found.say("offload_param_device", "dead", f"offload_param_device acts in stage 3 only, and the stage is {found.zero}")
+        found.say(
+            "offload_param_device",
+            "dead",
+            f"offload_param_device acts in stage 3 only, and the stage is {found.zero}",
+        )
     elif weights != "none":
         found.offload_weights = weights
     if section.get("zero3_init_flag") and found.zero != 3:
-        found.say("zero3_init_flag", "dead", f"zero3_init_flag acts in stage 3 only, and the stage is {found.zero}")
+        found.say(
+            "zero3_init_flag", "dead", f"zero3_init_flag acts in stage 3 only, and the stage is {found.zero}"
+        )
     steps = section.get("gradient_accumulation_steps")
     found.accumulation = steps if isinstance(steps, int) else None
 
@@ -342,7 +336,11 @@ def _accelerate_fsdp(section: dict[str, Any], found: Reading) -> None:
     version = section.get("fsdp_version", 1)
     strategy = str(section.get("fsdp_sharding_strategy", "FULL_SHARD"))
     if version == 2 and "fsdp_sharding_strategy" in section:
-        found.say("fsdp_sharding_strategy", "dead", "fsdp_config.fsdp_sharding_strategy is FSDP1's; FSDP2 reads fsdp_reshard_after_forward")
+        found.say(
+            "fsdp_sharding_strategy",
+            "dead",
+            "fsdp_config.fsdp_sharding_strategy is FSDP1's; FSDP2 reads fsdp_reshard_after_forward",
+        )
         strategy = "FULL_SHARD"
     grad_only = "GRAD" in strategy or strategy == "2"
     if version == 2 and section.get("fsdp_reshard_after_forward") is False:
@@ -352,86 +350,3 @@ def _accelerate_fsdp(section: dict[str, Any], found: Reading) -> None:
         found.offload_weights = found.offload_optimizer = "cpu"
     if section.get("fsdp_activation_checkpointing"):
         found.recompute = "full"
-
-
-# ------------------------------------------------------------------------------------------------------- answer
-
-
-def plan_from_files(
-    name: str | None, overrides: list[str], deepspeed: str | None, accelerate: str | None, machine: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the plan of what the files ask for, and beside it what the planner would choose itself.
-
-    `read` holds printable lines, `findings` the keys that do nothing, contradict or are unknown. Without a model
-    there is nothing to predict, and only these are returned.
-    """
-    from tercet.planner.answer import plan
-    from tercet.planner.table import need_lines
-
-    ranks = machine.get("ranks") or _count(machine.get("gpus"))
-    if accelerate:
-        found = read_accelerate(read_file(accelerate), accelerate)
-        if deepspeed:
-            inner = read_deepspeed(read_file(deepspeed), deepspeed, ranks or found.ranks)
-            inner.findings = found.findings + inner.findings
-            found = inner
-    else:
-        found = read_deepspeed(read_file(deepspeed or ""), deepspeed or "", ranks)
-    ranks = ranks or found.ranks
-    lines = reading_lines(found)
-    common: dict[str, Any] = {
-        "read": lines,
-        "findings": [{"key": k, "kind": kind, "says": s} for k, kind, s in found.findings],
-        "means": {k: v for k, v in found.__dict__.items() if k not in ("findings", "path")},
-    }
-    if name is None:
-        return {**common, "strategies": [], "refused": [], "notes": ["name a model to see what this would take"], "assumed": []}
-    if ranks and not machine.get("gpus"):
-        machine = {**machine, "ranks": ranks}
-    if found.batch and not machine.get("batch"):
-        machine = {**machine, "batch": str(found.batch)}
-    own = plan(name, list(overrides), **machine)
-    asked = plan(name, [*overrides, *as_overrides(found)], **machine)
-    first = asked["strategies"] + asked["refused"]
-    taken = []
-    for entry in first[:1]:
-        need = {k: entry.get(k) for k in ("card_bytes", "host", "tokens_per_second")} if "card_bytes" in entry else None
-        taken = need_lines({"would_need": need} if need else entry)
-    return {**own, **common, "read": [*lines, *taken, "What the planner would take instead:"], "asked": first[:1]}
-
-
-def _count(gpus: str | None) -> int | None:
-    from tercet.spec.machine import parse_gpus
-
-    return parse_gpus(gpus)[0] if gpus else None
-
-
-def as_overrides(found: Reading) -> list[str]:
-    """Return the reading as recipe overrides."""
-    result = [f"strategy.zero={found.zero}", f"strategy.offload.optimizer={found.offload_optimizer}",
-              f"strategy.offload.weights={found.offload_weights}"]  # fmt: skip
-    if found.offload_optimizer != "none" or found.offload_weights != "none":
-        result.append("strategy.engine=deepspeed")
-    if found.micro_batch:
-        result.append(f"strategy.micro_batch={found.micro_batch}")
-    if found.recompute:
-        result.append(f"strategy.recompute={found.recompute}")
-    if found.precision in ("fp16", "bf16", "fp8"):
-        result.append(f"train.precision={found.precision}")
-    return result
-
-
-def reading_lines(found: Reading) -> list[str]:
-    words = [f"zero {found.zero}"]
-    if found.offload_optimizer != "none":
-        words.append(f"optimizer on {found.offload_optimizer}")
-    if found.offload_weights != "none":
-        words.append(f"weights on {found.offload_weights}")
-    if found.precision:
-        words.append(found.precision)
-    if found.batch:
-        words.append(f"batch {found.batch} = micro-batch {found.micro_batch} x accumulation {found.accumulation} x {found.ranks or 1} ranks")
-    elif found.accumulation:
-        words.append(f"accumulation {found.accumulation}")
-    lines = [f"{found.path} means: {', '.join(words)}"]
-    return lines + [f"  {kind}: {sentence}" for _, kind, sentence in found.findings]

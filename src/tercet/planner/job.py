@@ -45,7 +45,9 @@ class Job:
     recompute: str = "none"  # none, selective, full
     kernels: Kernels = "native"
     loss: Loss = "fused"
-    loss_chunks: int | None = None  # parts into which a hand-written loss cuts a micro-batch; None: 1024 tokens each
+    loss_chunks: int | None = (
+        None  # parts into which a hand-written loss cuts a micro-batch; None: 1024 tokens each
+    )
     offload: frozenset[str] = frozenset()
     reduce_every_micro_batch: bool = False
     step_in_backward: bool = False
@@ -67,7 +69,13 @@ class Job:
     @property
     def step_tokens(self) -> float:
         """Tokens of rows that count, of one optimizer step over all ranks."""
-        return self.tokens * self.accumulation * self.ranks / (self.pipeline * self.tensor) * (1 - self.idle_share)
+        return (
+            self.tokens
+            * self.accumulation
+            * self.ranks
+            / (self.pipeline * self.tensor)
+            * (1 - self.idle_share)
+        )
 
     @property
     def shards(self) -> int:
@@ -128,7 +136,8 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
         kernels="compiled" if strategy.compile else "eager" if deepspeed else "native",
         loss="full" if deepspeed else "fused",
         offload=frozenset(offload),
-        reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
+        reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch")
+        and strategy.zero >= 2,
         expert=strategy.expert,
         pipeline=strategy.pipeline,
         tensor=strategy.tensor,

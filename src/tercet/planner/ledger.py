@@ -35,14 +35,19 @@ def ledger_for(
     return moments(counts, job, load(), rank, on_gpu)
 
 
-def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, Rows]:
+def moments(
+    counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True
+) -> dict[str, Rows]:
     held = states(counts, job, rank)
     peak = dict(held["peak"])
     peak.update(working(counts, job, constants))
     between = {**held["between_steps"], "activations": 0, "logits": 0, "buffers": 0}
     for rows in (between, peak):
         rows["reserve"] = reserve(rows, job, constants, on_gpu)
-    return {name: {row: int(rows[row]) for row in CARD_ROWS} for name, rows in (("between_steps", between), ("peak", peak))}
+    return {
+        name: {row: int(rows[row]) for row in CARD_ROWS}
+        for name, rows in (("between_steps", between), ("peak", peak))
+    }
 
 
 def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
@@ -62,7 +67,9 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
             "weights": 0 if "weights" in host else job.weight_bytes * whole,
             "master": 0 if host & {"optimizer", "weights"} else job.master_bytes * whole,
             "gradients": 0 if job.step_in_backward or "gradients" in host else job.gradient_bytes * whole,
-            "optimizer": 0 if host & {"optimizer", "states", "paged"} else job.state_bytes * whole + STEP_SCALAR * tensors,
+            "optimizer": 0
+            if host & {"optimizer", "states", "paged"}
+            else job.state_bytes * whole + STEP_SCALAR * tensors,
         }
         between = dict(rows) if job.flat_buffers else {**rows, "gradients": 0}
         return {"between_steps": between, "peak": rows}
@@ -72,11 +79,15 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     between = {"weights": 0.0, "master": 0.0, "gradients": 0.0}
     between[sharded_weights] = 0 if host & {"optimizer", "weights"} else stored
     tensors = counts.held_tensors(job.shards, rank)
-    between["optimizer"] = 0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
+    between["optimizer"] = (
+        0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
+    )
     peak = dict(between)
     if job.zero < 3:
         if job.master_bytes:
-            peak["weights"] = job.weight_bytes * padded * job.shards  # what the gather writes, padding included
+            peak["weights"] = (
+                job.weight_bytes * padded * job.shards
+            )  # what the gather writes, padding included
         else:
             peak["weights"] += job.weight_bytes * padded * job.shards
     # A single micro-batch is reduced at once, so nothing is ever held whole.
@@ -98,7 +109,9 @@ def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
         "weights": base + job.weight_bytes * trained / parts,
         "master": job.master_bytes * trained / parts,
         "gradients": job.gradient_bytes * trained / parts,
-        "optimizer": 0 if "paged" in job.offload else job.state_bytes * trained / (job.shards if job.zero else 1),
+        "optimizer": 0
+        if "paged" in job.offload
+        else job.state_bytes * trained / (job.shards if job.zero else 1),
     }
     return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
 
@@ -127,10 +140,14 @@ def layer_ends(counts: Counts, job: Job) -> float:
 def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
     """Return activations, logits and buffers at their highest: when backward begins."""
     scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
-    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
+    kept = (
+        scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
+    )
     kept /= job.tensor * job.pipeline
     if job.pipeline > 1:
-        kept *= min(job.pipeline, job.accumulation)  # 1F1B keeps as many micro-batches as stages (arXiv 2104.04473)
+        kept *= min(
+            job.pipeline, job.accumulation
+        )  # 1F1B keeps as many micro-batches as stages (arXiv 2104.04473)
     if "activations" in job.offload and job.recompute == "full":
         kept = min(kept, 2 * job.tokens * counts.model.width * job.activation_bytes)
     ends = layer_ends(counts, job)
@@ -239,7 +256,9 @@ def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool
 # ----------------------------------------------------------------------------------------- phases, host and disk
 
 
-def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, int]:
+def phases(
+    counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True
+) -> dict[str, int]:
     """Return the bytes of one rank in each phase of a run; the largest is what must fit."""
     both = moments(counts, job, constants, rank, on_gpu)
     between, peak = (sum(both[m].values()) for m in ("between_steps", "peak"))
@@ -252,7 +271,9 @@ def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu
         "load": int(between + tensor),
         "backward": int(peak),
         "step": int(between + both["peak"]["gradients"] - both["between_steps"]["gradients"]),
-        "evaluation": int(between + forward + gathered + (gather_buffers(counts, job) if job.zero == 3 else 0)),
+        "evaluation": int(
+            between + forward + gathered + (gather_buffers(counts, job) if job.zero == 3 else 0)
+        ),
         "save": int(between + tensor),
         "resume": int(between + tensor),
     }
@@ -273,7 +294,9 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
         )
     residuals = 0.0
     if "activations" in job.offload:
-        residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
+        residuals = (
+            len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
+        )
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals
@@ -282,7 +305,12 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
     loading = 4 * counts.largest_tensor * job.ranks
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
-    return {"states": int(states), "pinned": int(pinned), "inputs": int(batch + process), "loading": int(loading)}
+    return {
+        "states": int(states),
+        "pinned": int(pinned),
+        "inputs": int(batch + process),
+        "loading": int(loading),
+    }
 
 
 def disk_rows(counts: Counts, job: Job, keep: int, model_bytes: float) -> Rows:

@@ -33,13 +33,19 @@ def formats(work: Work, machine: Machine) -> list[str]:
     card = machine.card
     if work.precision == "fp8":
         if card is None:
-            return ["train.precision: fp8 has no fast matmul on a CPU (only an emulation for tests); use bf16 or fp32"]
+            return [
+                "train.precision: fp8 has no fast matmul on a CPU (only an emulation for tests); use bf16 or fp32"
+            ]
         if "fp8" not in card.flops:
             return [
                 f"train.precision: fp8 needs compute capability {FP8_CAPABILITY}; {card.name} has "
                 f"{card.compute_capability} and no fp8 tensor cores; use bf16"
             ]
-    if work.precision in ("bf16", "bf16-pure") and card is not None and (card.compute_capability or 9) < BF16_CAPABILITY:
+    if (
+        work.precision in ("bf16", "bf16-pure")
+        and card is not None
+        and (card.compute_capability or 9) < BF16_CAPABILITY
+    ):
         return [
             f"train.precision: {work.precision} needs compute capability {BF16_CAPABILITY}; {card.name} has "
             f"{card.compute_capability}; use fp16"

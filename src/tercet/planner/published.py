@@ -208,7 +208,9 @@ def _axis(pattern: str, strategy: str, ranks: int) -> int:
 
 def _copies(row: dict[str, Any], strategy: str) -> bool:
     hand_written = "hand-written" in str(row.get("compiled") or "").lower()
-    return "copy-engine" in strategy or (hand_written and "no nvlink" in str(row.get("interconnect") or "").lower())
+    return "copy-engine" in strategy or (
+        hand_written and "no nvlink" in str(row.get("interconnect") or "").lower()
+    )
 
 
 def _triangle(row: dict[str, Any], ranks: int, strategy: str, assumed: list[str]) -> tuple[int, int, int]:
@@ -246,7 +248,7 @@ def _offload(row: dict[str, Any], strategy: str) -> frozenset[str]:
         found.add("weights")
     if re.search(r"gradients|grads", words) and "sharded" not in words:
         found.add("gradients")
-    if "residuals" in words or "activation" in words and "recomputed" not in words:
+    if "residuals" in words or ("activation" in words and "recomputed" not in words):
         found.add("activations")
     if "activation offload" in f"{row.get('activation_checkpointing') or ''}".lower():
         found.add("activations")

@@ -11,8 +11,8 @@ from tercet.planner.clock import clock, step_seconds, traffic
 from tercet.planner.constants import Constants
 from tercet.planner.counts import Counts
 from tercet.planner.job import Job, of_strategy
-from tercet.planner.legal import refusals
 from tercet.planner.ledger import host_rows, moments, phases
+from tercet.planner.legal import refusals
 from tercet.spec.machine import Machine
 from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Strategy, Work
@@ -52,7 +52,12 @@ class Candidate:
         recompute = ("none", "selective", "full").index(self.strategy.recompute)
         if self.seconds is not None:
             # Differences below half a percent mean nothing; then the simpler and the smaller wins.
-            return (round(200 * _log(self.seconds / max(self.job.step_tokens, 1e-9))), self.strategy.zero, recompute, self.need)
+            return (
+                round(200 * _log(self.seconds / max(self.job.step_tokens, 1e-9))),
+                self.strategy.zero,
+                recompute,
+                self.need,
+            )
         far = self.strategy.micro_batch * self.job.sequence > UNMEASURED_MICRO_TOKENS
         return (recompute, self.sent, self.strategy.zero, far, -self.strategy.micro_batch)
 
@@ -83,14 +88,19 @@ class Search:
 
     def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
         job = of_strategy(strategy, work or self.work)
-        machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
+        machine = (
+            self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
+        )
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())
         host = sum(host_rows(self.counts, job, not on_gpu).values())
         if not on_gpu:
             host += need * strategy.ranks
         n = job.shards
-        sent = sum(b * (n - 1) / n * (2 if k.startswith("all_reduce") else 1) for k, (b, _) in traffic(self.counts, job).items())
+        sent = sum(
+            b * (n - 1) / n * (2 if k.startswith("all_reduce") else 1)
+            for k, (b, _) in traffic(self.counts, job).items()
+        )
         return Candidate(strategy, job, need, host, clock(self.counts, job, machine, self.constants), sent)
 
     def overflow(self, candidate: Candidate) -> tuple[int, int]:
@@ -154,7 +164,9 @@ class Search:
     def way_out(self, candidate: Candidate) -> str:
         strategy = candidate.strategy
         for recompute in ("selective", "full"):
-            if ("none", "selective", "full").index(recompute) <= ("none", "selective", "full").index(strategy.recompute):
+            if ("none", "selective", "full").index(recompute) <= ("none", "selective", "full").index(
+                strategy.recompute
+            ):
                 continue
             other = self.candidate(replace(strategy, recompute=recompute))
             if self.fits(other):
@@ -173,7 +185,9 @@ class Search:
         return self._more_hardware(strategy)
 
     def _more_hardware(self, strategy: Strategy) -> str:
-        smallest = self.candidate(_with_zero(replace(strategy, recompute="full", micro_batch=1), 3 if strategy.ranks > 1 else 0))
+        smallest = self.candidate(
+            _with_zero(replace(strategy, recompute="full", micro_batch=1), 3 if strategy.ranks > 1 else 0)
+        )
         for ranks in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
             if ranks <= strategy.ranks or self.machine.card is None:
                 continue
@@ -201,7 +215,9 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _with_zero(strategy: Strategy, zero: int) -> Strategy:
-    return replace(strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step")
+    return replace(
+        strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step"
+    )
 
 
 def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
@@ -214,7 +230,9 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
         # zero 2 that reduces once per step holds and sends what zero 1 does: one line of the table is enough.
-        reduces: list[Any] = {2: ["every_micro_batch"], 3: ["every_micro_batch", "once_per_step"]}.get(zero, ["once_per_step"])
+        reduces: list[Any] = {2: ["every_micro_batch"], 3: ["every_micro_batch", "once_per_step"]}.get(
+            zero, ["once_per_step"]
+        )
         if section.reduce_gradients != "auto":
             reduces = [section.reduce_gradients]
         for reduce in reduces:
@@ -237,7 +255,9 @@ def micro_batches(ranks: int, work: Work) -> list[int]:
     usable = sorted(m for m in found if m <= largest)
     if len(usable) <= 14:
         return usable
-    return sorted({usable[round(i * (len(usable) - 1) / 13)] for i in range(14)})  # spread over the whole range
+    return sorted(
+        {usable[round(i * (len(usable) - 1) / 13)] for i in range(14)}
+    )  # spread over the whole range
 
 
 def moments_of(search: Search, candidate: Candidate) -> dict[str, dict[str, int]]:

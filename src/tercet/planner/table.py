@@ -25,7 +25,9 @@ def show(answer: dict[str, Any], rows: int = 6) -> str:
     elif "model" in answer:
         parts.append("Nothing fits as asked.")
     if answer["refused"]:
-        parts.append("\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))]))
+        parts.append(
+            "\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))])
+        )
     if answer["notes"]:
         parts.append("\n".join(["Notes:", *(f"  {n}" for n in answer["notes"])]))
     if answer.get("assumed"):
@@ -87,7 +89,9 @@ def gigabytes(value: float) -> str:
 def details(best: dict[str, Any], answer: dict[str, Any]) -> str:
     lines = []
     if best["clock"]:
-        parts = sorted(((v, k) for k, v in best["clock"].items() if v > 0.005 * best["step_seconds"]), reverse=True)
+        parts = sorted(
+            ((v, k) for k, v in best["clock"].items() if v > 0.005 * best["step_seconds"]), reverse=True
+        )
         lines.append(
             f"A step of {best['name']}: {best['step_seconds']:.2f} s = "
             + ", ".join(f"{k} {v / best['step_seconds']:.0%}" for v, k in parts)
@@ -145,6 +149,8 @@ def grid(titles: list[str], body: list[list[str]]) -> str:
     widths = [max(len(row[n]) for row in [titles, *body]) for n in range(len(titles))]
     lines = []
     for row in [titles, *body]:
-        cells = [c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

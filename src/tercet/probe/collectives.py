@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -100,10 +101,10 @@ def rates(world: Any) -> dict[str, float]:
         "all_gather": ring * 4 * count / _seconds(world, lambda: dist.all_gather_into_tensor(whole, part)),
         "collective_latency": _seconds(world, lambda: dist.all_reduce(tiny), times=20),
     }
-    try:
-        found["reduce_scatter"] = ring * 4 * count / _seconds(world, lambda: dist.reduce_scatter_tensor(part, whole))
-    except RuntimeError:  # older gloo has none
-        pass
+    with contextlib.suppress(RuntimeError):  # older gloo has none
+        found["reduce_scatter"] = (
+            ring * 4 * count / _seconds(world, lambda: dist.reduce_scatter_tensor(part, whole))
+        )
     return found
 
 

@@ -42,11 +42,18 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
             if "all_reduce" in result:
                 working = working or (name, variables, result)
             else:
-                report["findings"].insert(0, Finding("warning", f"{name}: {result['verdict']}", "train sets the environment around it."))
+                report["findings"].insert(
+                    0,
+                    Finding(
+                        "warning", f"{name}: {result['verdict']}", "train sets the environment around it."
+                    ),
+                )
         if working:
             rates |= {k: v for k, v in working[2].items() if k != "verdict"}
     if not collectives.ucc_available():
-        report["findings"].append(Finding("note", "this PyTorch has no UCC (the wheels do not): not measured"))
+        report["findings"].append(
+            Finding("note", "this PyTorch has no UCC (the wheels do not): not measured")
+        )
     report["rates"] = rates
     content: dict[str, Any] = {
         "kind": "gpu" if cards else "cpu",
@@ -82,12 +89,17 @@ def show(report: dict[str, Any]) -> str:
         lines.append(f"CUDA compiler: {found['nvcc'] or 'none'}")
     else:
         lines.append("no NVIDIA card (nvidia-smi is not there or names none): runs go to the CPU")
-    lines += [f"{f['level']}: {f['what']}" + (f" - {f['advice']}" if f["advice"] else "") for f in report["findings"]]
+    lines += [
+        f"{f['level']}: {f['what']}" + (f" - {f['advice']}" if f["advice"] else "")
+        for f in report["findings"]
+    ]
     lines += [f"{name:22} {_rate(name, value)}" for name, value in report["rates"].items()]
     for name, result in report["transports"].items():
         lines.append(f"{name}: {result['verdict']}")
     if "machine_file" in report:
-        lines.append(f"Written to {report['machine_file']}; plan and train use it. Delete it to go back to data sheets.")
+        lines.append(
+            f"Written to {report['machine_file']}; plan and train use it. Delete it to go back to data sheets."
+        )
     return "\n".join(lines)
 
 

@@ -32,7 +32,9 @@ def inventory(folder: Path) -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("torch", "transformers", "deepspeed", "accelerate", "triton")},
+        "packages": {
+            name: _version(name) for name in ("torch", "transformers", "deepspeed", "accelerate", "triton")
+        },
         "cores": os.cpu_count(),
         "host_bytes": psutil.virtual_memory().total,
         "host_available_bytes": psutil.virtual_memory().available,
@@ -103,7 +105,13 @@ def build_tools(found: dict[str, Any]) -> list[Finding]:
         ]  # fmt: skip
     result = [Finding("ok", f"native extensions can be built: {found['compiler']}, ninja {found['ninja']}")]
     if not found["libaio"]:
-        result.append(Finding("note", "libaio.h is missing: no asynchronous file access for NVMe offload", "Install libaio-dev."))
+        result.append(
+            Finding(
+                "note",
+                "libaio.h is missing: no asynchronous file access for NVMe offload",
+                "Install libaio-dev.",
+            )
+        )
     return result
 
 
@@ -117,7 +125,13 @@ def findings(found: dict[str, Any]) -> list[Finding]:
                     "In a container: --shm-size=8g, or --ipc=host.")
         )  # fmt: skip
     if found["disk_free_bytes"] < 20e9:
-        result.append(Finding("warning", f"{show_bytes(found['disk_free_bytes'])} of disk left here", "Checkpoints need room."))
+        result.append(
+            Finding(
+                "warning",
+                f"{show_bytes(found['disk_free_bytes'])} of disk left here",
+                "Checkpoints need room.",
+            )
+        )
     if found["swap_bytes"] == 0 and found["host_bytes"] < 32e9 and found["cards"]:
         result.append(Finding("note", "little RAM and no swap: loading a large model may be killed"))
     result += sensor_findings(sensors())
@@ -133,13 +147,22 @@ SENSORS = ("index", "name", "temperature.gpu", "power.draw", "power.limit", "clo
 HOT_CELSIUS = 84  # GeForce cards begin to throttle at 83 to 88
 
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksThrottleReasons).
-THROTTLES = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
+THROTTLES = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
 
 
 def sensors() -> list[dict[str, str]]:
     """Return one row per card, as nvidia-smi prints it; [] without cards."""
     text = _output(["nvidia-smi", f"--query-gpu={','.join(SENSORS)}", "--format=csv,noheader,nounits"])
-    return [dict(zip(SENSORS, (c.strip() for c in line.split(",")), strict=False)) for line in (text or "").splitlines()]
+    return [
+        dict(zip(SENSORS, (c.strip() for c in line.split(",")), strict=False))
+        for line in (text or "").splitlines()
+    ]
 
 
 def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
@@ -149,17 +172,33 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
         name = f"card {row.get('index')} ({row.get('name')})"
         heat = _number(row.get("temperature.gpu"))
         if heat is not None and heat >= HOT_CELSIUS:
-            result.append(Finding("warning", f"{name} is at {heat:.0f} °C", "Check fans; a lower power cap: nvidia-smi -pl WATTS."))
+            result.append(
+                Finding(
+                    "warning",
+                    f"{name} is at {heat:.0f} °C",
+                    "Check fans; a lower power cap: nvidia-smi -pl WATTS.",
+                )
+            )
         try:
             active = int(row.get("clocks_throttle_reasons.active", "0"), 16)
         except ValueError:
             active = 0
         reasons = [what for bit, what in THROTTLES.items() if active & bit]
         if reasons:
-            result.append(Finding("warning" if active & 0xE8 else "note", f"{name} is slowed down by: {', '.join(reasons)}"))
+            result.append(
+                Finding(
+                    "warning" if active & 0xE8 else "note", f"{name} is slowed down by: {', '.join(reasons)}"
+                )
+            )
         width, most = _number(row.get("pcie.link.width.current")), _number(row.get("pcie.link.width.max"))
         if width is not None and most is not None and width < most:
-            result.append(Finding("note", f"{name} has {width:.0f} of its {most:.0f} PCIe lanes", "Another slot, or the board shares lanes."))
+            result.append(
+                Finding(
+                    "note",
+                    f"{name} has {width:.0f} of its {most:.0f} PCIe lanes",
+                    "Another slot, or the board shares lanes.",
+                )
+            )
     limits = [p for row in rows if (p := _number(row.get("power.limit"))) is not None]
     if len(limits) > 1 and sum(limits) > 900:
         result.append(

@@ -55,7 +55,11 @@ def matmul_fp8(device: torch.device) -> float | None:
     a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(n, n, device=device).to(torch.float8_e4m3fn).t()
     try:
-        return rate(2.0 * n**3, lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device)
+        return rate(
+            2.0 * n**3,
+            lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+            device,
+        )
     except (RuntimeError, AttributeError):
         return None
 

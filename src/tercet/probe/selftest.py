@@ -44,7 +44,9 @@ class Verdict:
         return self.kind == "healthy"
 
 
-def check_collectives(world: Any, timeout: float = LIMIT_SECONDS, all_reduce: Callable[[Any], Any] | None = None) -> Verdict:
+def check_collectives(
+    world: Any, timeout: float = LIMIT_SECONDS, all_reduce: Callable[[Any], Any] | None = None
+) -> Verdict:
     """Run an all-reduce and an all-gather with known results on `world` (parallel.world.World) within `timeout` s.
 
     After a hang the calling process cannot be used any more: report it and leave by os._exit. `all_reduce` stands
@@ -64,7 +66,11 @@ def check_collectives(world: Any, timeout: float = LIMIT_SECONDS, all_reduce: Ca
     thread.join(timeout)
     seconds = time.monotonic() - began
     if not found:
-        return Verdict("hang", f"rank {world.rank}: an all-reduce over {world.size} ranks did not return in {timeout:g} s", seconds)
+        return Verdict(
+            "hang",
+            f"rank {world.rank}: an all-reduce over {world.size} ranks did not return in {timeout:g} s",
+            seconds,
+        )
     return Verdict(*found[0], seconds)
 
 
@@ -87,7 +93,10 @@ def _compare(world: Any, all_reduce: Callable[[Any], Any] | None) -> tuple[str, 
             torch.cuda.synchronize(world.device)
         if not torch.equal(value, wanted):
             bad = int((value != wanted).sum())
-            return "wrong", f"rank {world.rank}: an all-reduce of {n} numbers returned {bad} wrong sums (first {value[0].item():g}, must be {wanted[0].item():g})"
+            return (
+                "wrong",
+                f"rank {world.rank}: an all-reduce of {n} numbers returned {bad} wrong sums (first {value[0].item():g}, must be {wanted[0].item():g})",
+            )
         for r, part in enumerate(parts):
             if not torch.equal(part, base + r):
                 return "wrong", f"rank {world.rank}: an all-gather returned wrong data of rank {r}"
@@ -121,7 +130,10 @@ def find_working_environment(
 
 
 def run_check(
-    ranks: int, timeout: float, variables: dict[str, str], entry: Sequence[str] = ("-m", "tercet.probe.selftest")
+    ranks: int,
+    timeout: float,
+    variables: dict[str, str],
+    entry: Sequence[str] = ("-m", "tercet.probe.selftest"),
 ) -> Verdict:
     """Start `ranks` processes that test their collectives; return the worst verdict. Leaves no process behind."""
     with tempfile.TemporaryDirectory(prefix="tercet-selftest-") as folder:
@@ -145,7 +157,9 @@ def run_check(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        verdicts = [_verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)]
+        verdicts = [
+            _verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)
+        ]
     bad = [v for v in verdicts if not v.ok]
     # A wrong sum says more than the hang it may cause elsewhere.
     return sorted(bad, key=lambda v: ("wrong", "error", "hang").index(v.kind))[0] if bad else verdicts[0]
@@ -155,7 +169,9 @@ def _verdict(folder: Path, rank: int, code: int) -> Verdict:
     file = folder / f"verdict-{rank}.json"
     if file.exists():
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    return Verdict("hang" if code < 0 else "error", f"rank {rank} ended with code {code} before it could report", 0.0)
+    return Verdict(
+        "hang" if code < 0 else "error", f"rank {rank} ended with code {code} before it could report", 0.0
+    )
 
 
 def environment_for(ranks: int, say: Callable[[str], None] = lambda text: None) -> dict[str, str]:

@@ -138,7 +138,9 @@ def find_gpu(name: str) -> Gpu:
         closest = [c for c in fits if len(_words(c.name) - wanted - {"rtx"}) == least]
         if len(closest) == 1 and least == 0:
             return closest[0]
-        raise InputError(f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them.")
+        raise InputError(
+            f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them."
+        )
     if fits:
         return fits[0]
     short = {re.sub(r"^RTX ", "", n): n for n in gpus()}
@@ -182,7 +184,7 @@ class Machine:
     def nvlink(self) -> bool:
         # The bridge of GeForce and workstation cards joins two; only data-centre boards join all.
         return self.card is not None and self.card.nvlink is not None and (
-            self.ranks <= 2 and self.card.nvlink < 200e9 or self.card.nvlink >= 200e9
+            (self.ranks <= 2 and self.card.nvlink < 200e9) or self.card.nvlink >= 200e9
         )  # fmt: skip
 
     @property
@@ -242,7 +244,10 @@ def parse_links(text: str, count: int) -> tuple[int, ...]:
 
 
 def machine_of(
-    gpus: str | None = None, host_ram: str | int | None = None, links: str | None = None, ranks: int | None = None
+    gpus: str | None = None,
+    host_ram: str | int | None = None,
+    links: str | None = None,
+    ranks: int | None = None,
 ) -> Machine:
     """Return the machine that the user describes, or this one when `gpus` is None.
 
@@ -256,7 +261,9 @@ def machine_of(
         found = this_machine(ranks)
         if links is not None:
             if found.card is None:
-                raise InputError("--links describes cards, and this machine has none", "Name them: --gpus 3x4090")
+                raise InputError(
+                    "--links describes cards, and this machine has none", "Name them: --gpus 3x4090"
+                )
             found = replace(found, lanes=parse_links(links, found.ranks))
         return replace(found, host_bytes=host) if host is not None else found
     count, card = parse_gpus(gpus)
@@ -269,7 +276,9 @@ def machine_of(
 
 def machine_file() -> Path:
     """Return where `tercet doctor` writes what it measured: the user's configuration folder."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # the desktop standard, not a setting of ours
+    base = (
+        os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    )  # the desktop standard, not a setting of ours
     return Path(base) / "tercet" / "machine.json"
 
 
@@ -281,7 +290,9 @@ def read_machine_file(path: Path | None = None) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, orjson.JSONDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again.") from None
+        raise InputError(
+            f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again."
+        ) from None
 
 
 def detect_gpus() -> list[dict[str, str]]:
