@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tercet.errors import InputError
 from tercet.model.decoder import Decoder
+from tercet.model.gguf import GGUFFile
 from tercet.model.stored import SafetensorsFolder, Stored
 from tercet.spec.families import FAMILIES, describe, read_config
 from tercet.spec.families.names import parts, shared_copies
+from tercet.spec.families.where import locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 
@@ -29,12 +31,14 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-def open_weights(folder: Path, spec: Model) -> Stored:
-    """Return a folder's weights as the tensors of `spec`; `.tensor(name)` and `.rows(name, begin, end)` read.
+def open_weights(place: Path, spec: Model) -> Stored:
+    """Return the weights of a folder or a .gguf file as the tensors of `spec`; `.tensor(name)` and
+    `.rows(name, begin, end)` read.
 
     Raises InputError that lists missing and unexpected tensors, or a wrong shape.
     """
-    return Stored(SafetensorsFolder(folder), spec, read_config(folder))
+    files = GGUFFile(place, spec) if place.suffix == ".gguf" else SafetensorsFolder(place)
+    return Stored(files, spec, read_config(place))
 
 
 def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
@@ -42,20 +46,25 @@ def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
     yield from open_weights(folder, spec)
 
 
-def stored_weights(folder: Path, spec: Model) -> Callable[[str], Tensor]:
+def stored_weights(name: str | Path, spec: Model) -> Callable[[str], Tensor]:
     """Return name -> whole tensor on the CPU, for an engine that fills a model piece by piece."""
-    return open_weights(model_folder(folder), spec).tensor
+    return open_weights(model_place(name), spec).tensor
 
 
-def model_folder(folder: str | Path) -> Path:
-    """Return the folder that holds config.json: the one given, or a run folder's model/."""
-    path = Path(folder).expanduser()
+def model_place(name: str | Path) -> Path:
+    """Return where a model's weights lie: a folder, a run folder's model/, a .gguf file, or the hub's cache.
+
+    `name` may also be package:NAME/FILE. Raises InputError when nothing of it is here.
+    """
+    path = locate(str(name))
+    if path is None:
+        raise InputError(f"the weights of {name} are not here", f"Get them first: tercet fetch {name}")
     return path / "model" if (path / "recipe.yaml").is_file() and (path / "model").is_dir() else path
 
 
 def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
-    """Return the model of a Hugging Face folder, or of a run folder (its model/), in evaluation mode."""
-    path = model_folder(folder)
+    """Return the model of a Hugging Face folder, a run folder (its model/) or a .gguf file, in evaluation mode."""
+    path = model_place(folder)
     spec = describe(ModelSection(path=str(path)))
     return fill(spec, open_weights(path, spec), stored_dtype(path, dtype)).eval()
 

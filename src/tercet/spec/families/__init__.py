@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, nearest
-from tercet.spec.families import deepseek, llama, qwen
+from tercet.spec.families import deepseek, gguf, llama, qwen
+from tercet.spec.families.where import is_hub_name, locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 
@@ -28,7 +29,12 @@ def preset(name: str) -> Model:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a folder's (or file's) config.json. Raises InputError that names the file and, if broken, the line."""
+    """Return a folder's (or file's) config.json, or the config that a GGUF file's metadata amounts to.
+
+    Raises InputError that names the file and, if broken, the line.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf.read_config(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -97,10 +103,15 @@ def _base(section: ModelSection, overrides: dict[str, Any]) -> tuple[Any, dict[s
     known = presets()
     wanted = section.preset
     if section.path is not None:
-        path = Path(section.path).expanduser()
-        if path.exists() or section.path.lower() not in HUB:
+        path = locate(section.path)
+        if path is not None:
             family, sizes = from_config(read_config(path), section.path)
-            return family, _as_stored(path, sizes), path.name
+            return family, _as_stored(path, sizes), section.path if is_hub_name(section.path) else path.stem
+        if section.path.lower() not in HUB:
+            raise InputError(
+                f"model {section.path!r} is neither here nor known by name",
+                f"Get it first: tercet fetch {section.path}. Known without a download: {', '.join(sorted(HUB))[:300]}…",
+            )
         wanted = HUB[section.path.lower()]  # known by name: nothing to read, nothing to download
     if wanted is None:
         needed = ("layers", "width", "heads", "ffn", "vocabulary")
