@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.cli import Cli
 from tests.ranks import Ranks
 
 
@@ -16,3 +18,23 @@ def pools() -> Iterator[dict[int, Ranks]]:
     yield found
     for pool in found.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def text_cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture()
+def cli(tmp_path: Path, text_cache: Path) -> Cli:
+    return Cli(tmp_path, text_cache)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, text_cache: Path) -> tuple[Cli, str]:
+    """A run that was never interrupted, 30 steps on 3 ranks: what others are compared with."""
+    cli = Cli(tmp_path_factory.mktemp("finished"), text_cache)
+    process = cli.run("train", "small.yaml", "--ranks", "3", "--output", "run")
+    (cli.folder / "output.txt").write_text(process.stdout)
+    (cli.folder / "errors.txt").write_text(process.stderr)
+    return cli, "run"

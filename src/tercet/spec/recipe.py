@@ -466,7 +466,7 @@ def _explain(error: ValidationError, lines: dict[str, str]) -> list[str]:
         # A union adds its branches' names to the path; only parts that are keys or indices belong to the user's key.
         parts = _key_parts(fault["loc"])
         key = ".".join(parts)
-        where = next((lines[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in lines), "")
+        where = _place(parts, lines)
         prefix = f"{where}: " if where else ""
         sentence = prefix + _sentence(fault, key, parts)
         if key not in sentences:
@@ -477,6 +477,16 @@ def _explain(error: ValidationError, lines: dict[str, str]) -> list[str]:
             if "; it " in sentence and allowed not in sentences[key]:
                 sentences[key] += f", or {allowed}"
     return list(sentences.values())
+
+
+def _place(parts: list[str], lines: dict[str, str]) -> str:
+    """Return where a key came from: its own place, that of something below it, or that of its section."""
+    key = ".".join(parts)
+    if key in lines:
+        return lines[key]
+    below = next((place for k, place in lines.items() if k.startswith(f"{key}.")), None)
+    above = (lines[k] for k in (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)) if k in lines)
+    return below or next(above, "")
 
 
 def _key_parts(location: tuple[str | int, ...]) -> list[str]:

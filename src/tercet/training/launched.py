@@ -13,7 +13,7 @@ from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
 from tercet.training.rank import die_with_parent, run_as_rank
 from tercet.training.stop import Stop
-from tercet.training.supervise import changed_keys, make_plan, new_run, refuse_changes, write_run
+from tercet.training.supervise import changed_keys, leave_report, make_plan, new_run, refuse_changes, write_run
 
 
 def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str | None, resume: str | None) -> int:
@@ -47,6 +47,7 @@ def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str 
     finally:
         if lock is not None:
             lock.release()
+            leave_report(RunFolder(path), print)
 
 
 def _set_up(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -63,6 +64,11 @@ class Rank:
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(sys.stderr)
         faulthandler.register(STACK_SIGNAL, sys.stderr)
+        # Warnings of any rank reach the user, with the rank's number; everything else stays in its log.
+        warnings = logging.StreamHandler(self.console_file)
+        warnings.setLevel(logging.WARNING)
+        warnings.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        logging.getLogger("tercet").addHandler(warnings)
         print(f"rank {rank}: process {os.getpid()} started {time.strftime('%F %T')}", flush=True)
 
     def at(self, step: int, rows: list[int]) -> None:

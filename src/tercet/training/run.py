@@ -19,7 +19,6 @@ from tercet.engine import Engine, open_engine
 from tercet.errors import InputError
 from tercet.model.weights import DTYPES, save_folder, stored_weights
 from tercet.parallel.world import World
-from tercet.report.page import write_report
 from tercet.spec.families import describe
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
@@ -81,8 +80,6 @@ def run_rank(
     finally:
         if record is not None:
             record.close()
-    if world.rank == 0:
-        write_report(run)
     world.barrier()
 
 
@@ -145,6 +142,8 @@ def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], N
     if isinstance(outcome, InputError):
         raise outcome
     if outcome is None:
+        if run.events.exists():
+            say("no checkpoint had been published yet: begins again at step 1")
         return Progress()
     for reason in outcome.skipped:
         say(f"passed over a checkpoint that is not complete: {reason}")
@@ -214,6 +213,8 @@ def _summarise(
         "step_seconds": spent / len(timed) if timed else None,
         "seconds": seconds,
         "ranks": world.size,
+        "device": world.device.type,
+        "device": world.device.type,
         "peak_bytes_per_rank": [peak for peak, _ in memory],
         "memory": {moment: [m[moment] for _, m in memory] for moment in ("between_steps", "peak")},
         "versions": _versions(),

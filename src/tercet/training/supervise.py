@@ -51,6 +51,7 @@ def train(
         _run_to_the_end(run, plan["strategy"]["ranks"], lock, restarts, say)
     finally:
         lock.release()
+        leave_report(run, say)
     return run.path
 
 
@@ -85,7 +86,20 @@ def resume(
         _run_to_the_end(run, plan["strategy"]["ranks"], lock, restarts, say)
     finally:
         lock.release()
+        leave_report(run, say)
     return run.path
+
+
+def leave_report(run: RunFolder, say: Callable[[str], None]) -> None:
+    """Write report.html, of a finished run or of one that was stopped; failing at it does not fail the run."""
+    from tercet.report.page import write_report
+
+    if not run.events.exists():
+        return
+    try:
+        write_report(run)
+    except (OSError, TercetError) as error:
+        say(f"the report could not be written ({error}); later: tercet report {run.path}")
 
 
 # ------------------------------------------------------------------------------------------- before the ranks

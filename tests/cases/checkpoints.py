@@ -1,0 +1,44 @@
+"""A stand-in engine for tests of publishing, retention and full disks: writes one small file a rank."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tercet.engine.shards import Save
+from tercet.parallel.world import World
+from tercet.spec.run_folder import RunFolder
+from tercet.training.checkpoint import Checkpoints
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+class SmallEngine:
+    def __init__(self, rank: int = 0, delays: bool = False):
+        self.rank, self.value = rank, torch.arange(64, dtype=torch.float32).view(8, 8)
+        self._random = random.Random(rank) if delays else None
+
+    def save(self, folder: Path) -> Save:
+        if self._random:
+            time.sleep(self._random.random() * 0.004)
+        position = {"steps_done": 0, "updates": 0}
+        save = Save(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0}, position, False)
+        if self._random:
+            time.sleep(self._random.random() * 0.004)
+        return save
+
+
+def checkpoints(
+    folder: Path, world: World = ALONE, keep: int = 2, disk_full: str = "stop", say: Callable[[str], Any] = lambda text: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Checkpoints:  # fmt: skip
+    return Checkpoints(RunFolder(folder), world, keep, disk_full, 1000, say, stop)
+
+
+def state(step: int, loss: float | None = None) -> dict[str, Any]:
+    return {"step": step, "validation_loss": loss, "ranks": 1}
