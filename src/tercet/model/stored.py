@@ -92,7 +92,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     single = folder / "model.safetensors"
     if not single.is_file():
         found = sorted(p.name for p in folder.glob("*.bin"))
-        hint = f"It holds {found[0]}: read it once with import_bin, which writes safetensors." if found else None
+        hint = f"It holds {found[0]}; once: tercet fetch {folder} --import-bin --output {folder}" if found else None
         raise InputError(f"{folder} has no model.safetensors and no index of shards", hint)
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)

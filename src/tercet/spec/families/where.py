@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from tercet.errors import InputError
 
-PACKAGE = "package:"
+PACKAGE, MODELSCOPE = "package:", "modelscope:"
 
 
 def locate(name: str) -> Path | None:
@@ -18,6 +19,9 @@ def locate(name: str) -> Path | None:
     """
     if name.startswith(PACKAGE):
         return package_file(name)
+    if name.startswith(MODELSCOPE):
+        folder = modelscope_folder(name)
+        return folder if (folder / "config.json").is_file() else None
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -33,6 +37,12 @@ def is_hub_name(name: str) -> bool:
     """Return whether a text has the form owner/name."""
     owner, slash, repository = name.partition("/")
     return bool(slash and owner and repository) and "/" not in repository and owner[0] not in "./~"
+
+
+def modelscope_folder(name: str) -> Path:
+    """Return where the files of modelscope:owner/name are kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "tercet" / "modelscope" / name.removeprefix(MODELSCOPE)
 
 
 def package_file(name: str) -> Path:

@@ -1,0 +1,52 @@
+"""tercet fetch: get a model's files, or turn old .bin weights into safetensors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def fetch(
+        name: Annotated[str, typer.Argument(metavar="MODEL|FOLDER", help="owner/name, modelscope:owner/name, or a folder with .bin files.")],
+        output: Annotated[str | None, typer.Option(help="Folder to write; default: the hub's cache.")] = None,
+        revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+        token: Annotated[str | None, typer.Option(help="Access token; default: HF_TOKEN.")] = None,
+        only_config: Annotated[bool, typer.Option(help="Config and tokenizer, no weights: enough to plan.")] = False,
+        from_bin: Annotated[bool, typer.Option("--import-bin", help="Read pickled .bin weights safely and write safetensors into --output.")] = False,
+    ) -> None:
+        """Get a model once; interrupted downloads continue. Mirrors: HF_ENDPOINT."""
+        typer.echo(run(name, output, revision, token, only_config, from_bin))
+
+
+def run(
+    name: str, output: str | None, revision: str | None, token: str | None, only_config: bool, from_bin: bool
+) -> str:
+    """Return the folder. Raises InputError or TercetError with what to do."""
+    import sys
+    from pathlib import Path
+
+    from tercet.errors import InputError
+    from tercet.model.hub import fetch
+
+    target = Path(output).expanduser() if output else None
+    if not from_bin:
+        return str(fetch(name, output=target, revision=revision, token=token, only_config=only_config, say=_say))
+    if target is None:
+        raise InputError("--import-bin needs --output, the folder to write safetensors into")
+    from tercet.model.pickled import import_bin
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = fetch(name, revision=revision, token=token, pickled=True, say=_say)
+    if folder.resolve() == target.resolve():
+        print("writing beside the .bin files; they may be deleted afterwards", file=sys.stderr)
+    return str(import_bin(folder, target))
+
+
+def _say(text: str) -> None:
+    import sys
+
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,250 @@
+"""Getting a model's files: from the Hugging Face hub or a mirror of it (HF_ENDPOINT), or from ModelScope.
+
+Interrupted downloads continue where they stopped; the disk is looked at before the first byte; nothing of a
+repository is run. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import InputError, TercetError
+from tercet.spec.families.where import MODELSCOPE, is_hub_name, locate, modelscope_folder
+from tercet.spec.recipe import ModelSection
+from tercet.units import show_bytes
+
+SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")  # config and tokenizer
+WEIGHTS = ("*.safetensors",)
+PICKLED = ("pytorch_model*.bin",)
+SPARE_BYTES = 2**30  # left free on the disk
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    path: str
+    size: int
+    sha256: str | None = None
+
+
+def ensure_here(section: ModelSection, say: Say = lambda text: None) -> None:
+    """Fetch a recipe's model when it is a hub name whose weights are needed and not here yet."""
+    if section.path is None or section.init == "random":
+        return
+    if section.path.startswith(MODELSCOPE) or is_hub_name(section.path):
+        place = locate(section.path)
+        if place is None or not (place.is_file() or any(place.glob("*.safetensors"))):
+            fetch(section.path, say=say)
+
+
+def fetch(
+    name: str,
+    *,
+    output: Path | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    only_config: bool = False,
+    pickled: bool = False,
+    say: Say = lambda text: None,
+) -> Path:
+    """Return the folder with a model's files, fetched as far as they are not here.
+
+    name: owner/name on the hub (mirror: HF_ENDPOINT; token: HF_TOKEN or `token`), or modelscope:owner/name.
+    Without safetensors in the repository its .bin files are fetched only when `pickled` asks for it.
+    Raises InputError for a repository that does not exist or may not be read, or a disk that is too small.
+    """
+    if name.startswith(MODELSCOPE):
+        source: Any = ModelScope(name, revision or "master")
+        folder = output or modelscope_folder(name)
+    else:
+        source = HuggingFace(name, revision, token)
+        folder = output
+    files = _wanted(name, source.files(), only_config, pickled)
+    missing = source.missing(files, folder)
+    need = sum(f.size for f in missing)
+    _check_disk(name, folder or source.cache(), need)
+    if missing:
+        say(f"fetching {name}: {len(missing)} of {len(files)} files, {show_bytes(need)}")
+    return source.fetch(files, folder)
+
+
+def _wanted(name: str, files: list[RemoteFile], only_config: bool, pickled: bool) -> list[RemoteFile]:
+    top = [f for f in files if "/" not in f.path]  # folders inside hold other formats
+
+    def of(patterns: tuple[str, ...]) -> list[RemoteFile]:
+        return [f for f in top if any(fnmatch(f.path, p) for p in patterns)]
+
+    small, weights, bins = of(SMALL), of(WEIGHTS), of(PICKLED)
+    if not any(f.path == "config.json" for f in small):
+        raise InputError(f"{name} has no config.json: it is not a model in Hugging Face's form")
+    if only_config:
+        return small
+    if weights:
+        return small + weights
+    if not bins:
+        raise InputError(f"{name} has no weights that can be read: neither safetensors nor pytorch_model.bin")
+    if not pickled:
+        raise InputError(
+            f"{name} has pickled .bin weights only ({show_bytes(sum(f.size for f in bins))})",
+            f"Import them once, without running code from them: tercet fetch {name} --import-bin --output FOLDER",
+        )
+    return small + bins
+
+
+def _check_disk(name: str, folder: Path, need: int) -> None:
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if need and free < need + SPARE_BYTES:
+        raise InputError(
+            f"{name} needs {show_bytes(need)} in {folder}, where {show_bytes(free)} are free",
+            "Free some space, or choose another place: tercet fetch --output FOLDER, or HF_HOME for the cache.",
+        )
+
+
+class HuggingFace:
+    """The hub through its own client: it resumes, verifies and locks."""
+
+    def __init__(self, name: str, revision: str | None, token: str | None):
+        # Read here, not when the library was imported: a mirror may be set in between.
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        self.name, self.revision, self.token = name, revision, token or os.environ.get("HF_TOKEN")
+
+    def files(self) -> list[RemoteFile]:
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=self.endpoint, token=self.token)
+        info = self._ask(lambda: api.model_info(self.name, revision=self.revision, files_metadata=True))
+        return [RemoteFile(s.rfilename, s.size or 0) for s in info.siblings or []]
+
+    def missing(self, files: list[RemoteFile], folder: Path | None) -> list[RemoteFile]:
+        planned = self._ask(lambda: self._snapshot(files, folder, dry_run=True))
+        wanted = {f.filename for f in planned if f.will_download}
+        return [f for f in files if f.path in wanted]
+
+    def fetch(self, files: list[RemoteFile], folder: Path | None) -> Path:
+        return Path(self._ask(lambda: self._snapshot(files, folder)))
+
+    def cache(self) -> Path:
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE)
+
+    def _snapshot(self, files: list[RemoteFile], folder: Path | None, **options: Any) -> Any:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            self.name, revision=self.revision, token=self.token, endpoint=self.endpoint,
+            allow_patterns=[f.path for f in files], local_dir=folder, **options,
+        )  # fmt: skip
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        from huggingface_hub import errors
+
+        try:
+            return question()
+        except errors.GatedRepoError:
+            raise InputError(
+                f"{self.name} is open only to those who accepted its terms",
+                f"Accept them at {self.endpoint}/{self.name}, then set HF_TOKEN to a token of yours.",
+            ) from None
+        except errors.RepositoryNotFoundError:
+            raise InputError(
+                f"{self.endpoint} has no model {self.name!r} that you may read",
+                "Check the name; a private one needs HF_TOKEN.",
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise InputError(f"{self.name} has no revision {self.revision!r}") from None
+        except Exception as error:  # the client's HTTP library changes with its releases, and its errors with it
+            raise TercetError(
+                f"{self.name} could not be fetched from {self.endpoint}: {_first_line(error)}",
+                "What has arrived is kept: the same command continues. A mirror: HF_ENDPOINT=https://…",
+            ) from None
+
+
+class ModelScope:
+    """ModelScope's file listing and downloads; partial files end in .part and are continued."""
+
+    def __init__(self, name: str, revision: str):
+        self.endpoint = (os.environ.get("MODELSCOPE_ENDPOINT") or "https://modelscope.cn").rstrip("/")
+        self.name, self.revision = name.removeprefix(MODELSCOPE), revision
+
+    def files(self) -> list[RemoteFile]:
+        url = f"{self.endpoint}/api/v1/models/{self.name}/repo/files?Revision={self.revision}&Recursive=true"
+        with self._open(url) as answer:
+            found = (json.load(answer).get("Data") or {}).get("Files") or []
+        return [RemoteFile(f["Path"], f.get("Size", 0), f.get("Sha256")) for f in found if f.get("Type") != "tree"]
+
+    def missing(self, files: list[RemoteFile], folder: Path | None) -> list[RemoteFile]:
+        assert folder is not None
+        return [f for f in files if not self._is_whole(folder / f.path, f)]
+
+    def fetch(self, files: list[RemoteFile], folder: Path | None) -> Path:
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self.missing(files, folder):
+            self._fetch_one(file, folder / file.path)
+        return folder
+
+    def cache(self) -> Path:
+        return modelscope_folder(MODELSCOPE + self.name)
+
+    @staticmethod
+    def _is_whole(path: Path, file: RemoteFile) -> bool:
+        return path.is_file() and path.stat().st_size == file.size
+
+    def _fetch_one(self, file: RemoteFile, target: Path) -> None:
+        part = target.with_name(target.name + ".part")
+        have = part.stat().st_size if part.is_file() else 0
+        if have < file.size:
+            url = f"{self.endpoint}/models/{self.name}/resolve/{self.revision}/{file.path}"
+            with self._open(url, have) as answer:
+                # Without 206 the server sends the whole file again.
+                with part.open("ab" if have and answer.status == 206 else "wb") as out:
+                    while block := answer.read(2**20):
+                        out.write(block)
+        if part.stat().st_size < file.size:
+            raise TercetError(
+                f"{self.name}: the connection broke within {file.path}", "The same command continues where it stopped."
+            )
+        if file.sha256 and (got := file_sha256(part)) != file.sha256:
+            part.unlink()
+            raise TercetError(f"{self.name}: {file.path} arrived damaged (sha256 {got}, expected {file.sha256})")
+        os.replace(part, target)
+
+    def _open(self, url: str, begin: int = 0) -> Any:
+        """Return the open answer. Raises InputError for what does not exist, TercetError for all else."""
+        request = urllib.request.Request(url, headers={"Range": f"bytes={begin}-"} if begin else {})
+        try:
+            return urllib.request.urlopen(request, timeout=30)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                message = f"{self.endpoint} has no model {self.name!r} with revision {self.revision!r}"
+                raise InputError(message) from None
+            raise TercetError(f"{self.endpoint} answered {error.code} for {self.name}") from None
+        except OSError as error:
+            raise TercetError(
+                f"{self.name} could not be fetched from {self.endpoint}: {_first_line(error)}",
+                "What has arrived is kept: the same command continues.",
+            ) from None
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
