@@ -11,8 +11,8 @@ from typing import Any
 from tercet.data.prepare import Prepared, prepare
 from tercet.spec.recipe import DataSection
 
-SYLLABLES = ("ri", "ver", "sto", "ne", "let", "ter", "un", "der", "wal", "ks", "se", "ven", "gre", "en", "win",
-             "dow", "and", "the", "of", "mor", "ning", "qu", "ick", "ly")  # fmt: skip
+SYLLABLES = ("ri", "ver", "sto", "ne", "let", "ter", "un", "der", "wal", "ks", "se", "ven", "gre", "en",
+             "win", "dow", "and", "the", "of", "mor", "ning", "qu", "ick", "ly")  # fmt: skip
 
 
 def sentence(seed: int, words: int = 12) -> str:

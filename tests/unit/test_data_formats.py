@@ -28,9 +28,7 @@ def write(folder, kind, texts):
     if kind == "jsonl":
         path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     elif kind == "json":
-        path.write_text(
-            json.dumps([{"text": t} for t in texts], indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+        path.write_text(json.dumps([{"text": t} for t in texts], indent=1, ensure_ascii=False), encoding="utf-8")
     elif kind == "parquet":
         parquet.write_table(arrow.table({"other": list(range(len(texts))), "text": texts}), path)
     else:
@@ -170,9 +168,7 @@ def test_folders_globs_and_packages(tmp_path):
     (tmp_path / "a" / ".hidden.txt").write_text("h")
 
     def names(path, **keys):
-        return [
-            (f.path.name, f.format) for f in find(SourceSection(path=str(path), **keys), "data.train.0").files
-        ]
+        return [(f.path.name, f.format) for f in find(SourceSection(path=str(path), **keys), "data.train.0").files]
 
     assert names(tmp_path / "a") == [("x.txt", "text"), ("y.jsonl", "jsonl")]
     assert names(tmp_path / "a" / "**" / "*.txt") == [("x.txt", "text")]

@@ -110,9 +110,7 @@ def test_sentencepiece_gives_its_own_ids(tmp_path, kind, rule, fallback):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     for text in TEXTS[:5]:
         assert theirs(text).input_ids == [original.bos_id(), *original.encode(text)]
-        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == original.decode(
-            original.encode(text)
-        )
+        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == original.decode(original.encode(text))
 
 
 def test_sentencepiece_in_a_recipe(tmp_path):

@@ -192,9 +192,7 @@ def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> No
         )
     own = findings["train"]
     if own.kept == 0:
-        why = (
-            f"{own.rows} rows read, dropped: {counted(own.dropped)}" if own.rows else "the files hold no rows"
-        )
+        why = f"{own.rows} rows read, dropped: {counted(own.dropped)}" if own.rows else "the files hold no rows"
         raise InputError(f"data.train: no row is left to train on ({why})")
 
 
@@ -203,9 +201,7 @@ def counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none"
 
 
-def _hold_out(
-    different: np.ndarray, fraction: float, marks: list[array[int]], kinds: list[np.ndarray]
-) -> None:
+def _hold_out(different: np.ndarray, fraction: float, marks: list[array[int]], kinds: list[np.ndarray]) -> None:
     """Mark the documents with the smallest hashes as validation: a fraction of the different texts, at
     least one.
 

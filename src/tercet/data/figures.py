@@ -108,9 +108,7 @@ def add_shares(figures: dict[str, Any], mix: Mix) -> None:
     """Put each source's share, and how often one epoch repeats it, into the figures."""
     for source, rows, share in zip(figures["sources"], mix.sources, mix.shares, strict=True):
         source["share"] = round(float(share), 6)
-        source["repeats_per_epoch"] = (
-            round(float(share) * mix.rows_per_epoch / len(rows), 4) if len(rows) else 0.0
-        )
+        source["repeats_per_epoch"] = round(float(share) * mix.rows_per_epoch / len(rows), 4) if len(rows) else 0.0
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -155,7 +153,5 @@ def _pair(name: str, sides: dict[str, int]) -> str:
 def _histogram(bins: Sequence[Sequence[int]], width: int = 40) -> list[str]:
     most = max((count for _, count in bins), default=0)
     return [
-        f"            up to {edge:>8}  {count:>8}  {'#' * -(-count * width // most)}"
-        for edge, count in bins
-        if count
+        f"            up to {edge:>8}  {count:>8}  {'#' * -(-count * width // most)}" for edge, count in bins if count
     ]

@@ -34,11 +34,7 @@ class Mix:
     @cached_property
     def shares(self) -> tuple[Fraction, ...]:
         """Share of the trained sequences per source; they sum to 1."""
-        numbers = (
-            [Fraction(str(w)) for w in self.weights]
-            if self.weights
-            else [Fraction(len(s)) for s in self.sources]
-        )
+        numbers = [Fraction(str(w)) for w in self.weights] if self.weights else [Fraction(len(s)) for s in self.sources]
         return tuple(n / sum(numbers) for n in numbers)
 
     @cached_property

@@ -56,9 +56,7 @@ def apportion(weights: tuple[Fraction, ...], samples: int) -> list[int]:
         k = min(range(len(weights)), key=lambda k: ((2 * counts[k] + 1) / weights[k], k))
         counts[k] += 1
     while short < 0:
-        k = max(
-            (k for k in range(len(weights)) if counts[k]), key=lambda k: ((2 * counts[k] - 1) / weights[k], k)
-        )
+        k = max((k for k in range(len(weights)) if counts[k]), key=lambda k: ((2 * counts[k] - 1) / weights[k], k))
         counts[k] -= 1
         short += 1
     return counts

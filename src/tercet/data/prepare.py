@@ -1,12 +1,11 @@
-"""From a recipe's data section to packed rows on disk: check, tokenizer, tokens, packing, report. No torch.
-"""
+"""From a recipe's data section to packed rows on disk: check, tokenizer, tokens, packing, report. No torch."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -110,9 +109,7 @@ def _tokenizer_of(
     """Return (how to load the tokenizer, or None to train one; what of it decides the tokens)."""
     if data.tokenizer == "train":
         if vocabulary is None:
-            raise InputError(
-                "data.tokenizer is 'train', but model.vocabulary does not say how many ids it may have"
-            )
+            raise InputError("data.tokenizer is 'train', but model.vocabulary does not say how many ids it may have")
         return None, {"tokenizer": "train", "vocabulary": vocabulary}
     place = tokenizer.locate(data.tokenizer, model_tokenizer)
     content = tokenizer.content_hash(place)
@@ -183,9 +180,7 @@ def _build(
     sets = [w.finish() for w in writers]
     held_out = validation.finish() if validation is not None else None
     work.complain(sets, held_out)
-    report = figures.report(
-        checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens
-    )
+    report = figures.report(checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens)
     report["seconds"] = round(time.monotonic() - started, 3)
     report["tokenizer"] = {"name": data.tokenizer, "vocabulary": words.size}
     return {
@@ -252,22 +247,21 @@ class _Encoding:
             if piece.first:
                 empty = True
                 # A text that goes on behind a held-out section does not begin or end there.
-                if tag.begins:
+                if piece.opening.begins:
                     writer.append(start)
             empty = empty and piece.ids.size == 0
             writer.append(piece.ids)
             if not piece.last:
                 continue
-            place = f"{tag.file.name}, line {tag.line}, column 1"
             if empty:
                 writer.abandon()
-                self._drop(findings, side, NO_TOKENS, place)
+                self._drop(findings, side, NO_TOKENS, tag)
                 continue
             if tag.ends:
                 writer.append(end)
             befell = writer.end("split" if tag.stream else self.data.long_rows)
             if befell == "drop":
-                self._drop(findings, side, TOO_LONG, place)
+                self._drop(findings, side, TOO_LONG, tag)
             elif befell is not None and not tag.stream:
                 findings.seen[f"long rows {befell}"] += 1
 
@@ -277,8 +271,8 @@ class _Encoding:
             self.meter(len(part.text))
             yield part
 
-    def _drop(self, findings: corpus.Findings, side: int, reason: str, place: str) -> None:
-        findings.drop(reason, place)
+    def _drop(self, findings: corpus.Findings, side: int, reason: str, tag: Tag) -> None:
+        findings.drop(reason, f"{tag.file.name}, line {tag.line}, column 1")
         findings.kept -= 1
         self.checked.late[side] += 1
 
@@ -339,8 +333,3 @@ def _open(
         pad_id=manifest["pad_id"],
         sequence_tokens=manifest["sequence_tokens"],
     )
-
-
-def with_seed(prepared: Prepared, seed: int) -> Prepared:
-    """Return the same data in another order."""
-    return replace(prepared, train=replace(prepared.train, seed=seed))

@@ -89,9 +89,7 @@ def excerpt(text: str, around: int = 0, width: int = 60) -> str:
     """Return at most `width` characters near a place, on one line, safe to print."""
     start = max(0, min(around - width // 3, len(text) - width))
     piece = text[start : start + width]
-    piece = "".join(
-        c if c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF else f"\\u{ord(c):04x}" for c in piece
-    )
+    piece = "".join(c if c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF else f"\\u{ord(c):04x}" for c in piece)
     return f"{'…' if start else ''}{piece}{'…' if start + width < len(text) else ''}"
 
 
@@ -116,9 +114,7 @@ def judge(
     """
     if type(row) is not dict:
         reading.seen["kind: other"] += 1
-        return Fault(
-            line, column, NOT_OBJECT, f'a row is an object like {{"text": …}}, not {_kind(row)}', shown()
-        )
+        return Fault(line, column, NOT_OBJECT, f'a row is an object like {{"text": …}}, not {_kind(row)}', shown())
     name = reading.text_column
     text = row.get(name)
     if type(text) is str:

@@ -48,9 +48,7 @@ class Processor:
         from sentencepiece import sentencepiece_pb2 as schema
 
         found = []
-        for text, packed in zip(
-            texts, self.original.encode(list(texts), out_type="serialized_proto"), strict=True
-        ):
+        for text, packed in zip(texts, self.original.encode(list(texts), out_type="serialized_proto"), strict=True):
             pieces = schema.SentencePieceText.FromString(packed).pieces
             # Its ranges count bytes of UTF-8.
             character = [n for n, c in enumerate(text) for _ in c.encode()] + [len(text)]
@@ -102,8 +100,7 @@ def convert(path: Path) -> Converted:
         ours, theirs = backend.encode(text, add_special_tokens=False).ids, original.encode(text)
         if ours != theirs:
             raise InputError(
-                f"data.tokenizer: {path} cannot be rebuilt exactly:"
-                f" {text!r} gives {ours}, SentencePiece says {theirs}",
+                f"data.tokenizer: {path} cannot be rebuilt exactly: {text!r} gives {ours}, SentencePiece says {theirs}",
                 "Give a tokenizer.json of the same tokenizer instead.",
             )
     ids = (original.eos_id(), original.bos_id(), original.pad_id())

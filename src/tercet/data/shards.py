@@ -16,7 +16,7 @@ import numpy as np
 
 from tercet.data.pack import pack
 
-_CHUNK_TOKENS = 1 << 22
+_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Writer:
     """Takes documents in reading order, and packs them when all are there.
 
     `append` adds ids to the current document, `end` closes it by the rule for long ones. Documents lie in a
-    scratch file meanwhile; memory holds 8 bytes a document.
+    scratch file meanwhile; memory holds 16 bytes a document and what was not yet written.
     """
 
     def __init__(self, folder: Path, name: str, capacity: int, dtype: type[np.unsignedinteger]):
@@ -77,48 +77,72 @@ class Writer:
         self.file = self.scratch.open("w+b")
         self.lengths = array("q")  # of what is packed
         self.full_lengths = array("q")  # of documents as they came
+        self.closed: list[np.ndarray] = []  # documents not yet written
+        self.closed_tokens = 0
+        self.open: list[np.ndarray] = []  # what was not yet written of the current document
+        self.spilled = 0  # tokens of the current document in the file
         self.current = 0
-        self.written = 0  # tokens of closed documents
 
     def append(self, ids: np.ndarray) -> None:
-        self.file.write(ids.astype(self.dtype).data)
+        self.open.append(ids)
         self.current += ids.size
+        if self.current - self.spilled > _CHUNK_TOKENS:
+            self._write_closed()
+            self._write(self.open)
+            self.open, self.spilled = [], self.current
 
     def abandon(self) -> None:
         """Take back the current document."""
-        self._truncate(0)
-        self.current = 0
+        self._keep(0)
 
     def end(self, rule: str) -> str | None:
         """Close the current document. `rule` for one that is longer than a row: drop, cut or split.
 
         Returns what befell it ("drop", "cut", "split"), or None when it fits.
         """
-        length, self.current = self.current, 0
+        length = self.current
         self.full_lengths.append(length)
         if length <= self.capacity:
-            self._close(length)
+            self._keep(length)
+            self.lengths.append(length)
             return None
         if rule == "split":
-            for start in range(0, length, self.capacity):
-                self._close(min(self.capacity, length - start))
+            self._keep(length)
+            full, rest = divmod(length, self.capacity)
+            self.lengths.extend([self.capacity] * full + [rest] * (rest > 0))
+        elif rule == "cut":
+            self._keep(self.capacity)
+            self.lengths.append(self.capacity)
         else:
-            kept = 0 if rule == "drop" else self.capacity
-            self._truncate(kept)
-            if kept:
-                self._close(kept)
+            self._keep(0)
         return rule
 
-    def _close(self, length: int) -> None:
-        self.lengths.append(length)
-        self.written += length
+    def _keep(self, tokens: int) -> None:
+        """Close the current document with its first `tokens` tokens."""
+        if self.spilled > tokens:
+            self.file.truncate(self.file.tell() - (self.spilled - tokens) * self.dtype.itemsize)
+            self.file.seek(0, 2)
+        elif tokens == self.current:
+            self.closed += self.open
+            self.closed_tokens += tokens - self.spilled
+        elif tokens > self.spilled:
+            self.closed.append(np.concatenate(self.open)[: tokens - self.spilled])
+            self.closed_tokens += tokens - self.spilled
+        self.open, self.spilled, self.current = [], 0, 0
+        if self.closed_tokens > _CHUNK_TOKENS:
+            self._write_closed()
 
-    def _truncate(self, kept: int) -> None:
-        self.file.truncate((self.written + kept) * self.dtype.itemsize)
-        self.file.seek(0, 2)
+    def _write_closed(self) -> None:
+        self._write(self.closed)
+        self.closed, self.closed_tokens = [], 0
+
+    def _write(self, parts: list[np.ndarray]) -> None:
+        if parts:
+            self.file.write(np.concatenate(parts).astype(self.dtype).data)
 
     def finish(self) -> Rows:
         """Pack what was taken and write the set. The scratch file is removed."""
+        self._write_closed()
         self.file.close()
         lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(0, np.int64)
         order, rows = pack(lengths, self.capacity)

@@ -45,21 +45,24 @@ class Part:
     first: bool
     last: bool
     tag: Any = None
+    opening: Any = None  # when parts were joined: the tag of the one with which the document began
 
 
 @dataclass(slots=True)
 class Encoded:
-    """The ids (uint32) of a part, and whether its document ends with them. `tag` is the part's."""
+    """Ids (uint32) of a document or a stretch of one; `tag` is that of the last part in it.
+
+    `opening` is the tag of the part with which the document began.
+    """
 
     ids: np.ndarray
     first: bool
     last: bool
     tag: Any
+    opening: Any
 
 
-def encode_stream(
-    tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS
-) -> Iterator[Encoded]:
+def encode_stream(tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS) -> Iterator[Encoded]:
     """Yield the ids of every part in order; parts longer than `piece` come out in several.
 
     While one batch is being encoded the next is read, so at most three batches are in memory, unless one
@@ -108,14 +111,14 @@ def _cut(parts: Iterable[Part], piece: int, space: str | None) -> Iterator[Part]
 
     The borders of the incoming parts vanish; they were chosen without regard to tokens.
     """
-    held, first = "", True
+    held, first, opening = "", True, None
     waiting: list[str] = []
     for part in parts:
         if part.first and part.last and len(part.text) <= 2 * piece:
             yield part
             continue
         if part.first:
-            held, first = "", True
+            held, first, opening = "", True, part.tag
         # Joined only when there is enough to cut, so that uncuttable text is not copied again and again.
         waiting.append(part.text)
         if not part.last and sum(map(len, waiting)) < max(2 * piece, len(held)):
@@ -127,11 +130,11 @@ def _cut(parts: Iterable[Part], piece: int, space: str | None) -> Iterator[Part]
             end = _place(held, at, at + piece, space)
             if end is None:
                 break
-            yield Part(held[at:end], first, False, part.tag)
+            yield Part(held[at:end], first, False, part.tag, opening)
             at, first = (end + 1 if space == "drop" else end), False
         held = held[at:]
         if part.last:
-            yield Part(held, first, True, part.tag)
+            yield Part(held, first, True, part.tag, opening)
             held = ""
 
 
@@ -175,7 +178,7 @@ class _Joiner:
         around = self._windows(batch)
         for n, (part, ids) in enumerate(zip(batch, found, strict=True)):
             if part.first and part.last:
-                yield Encoded(ids, True, True, part.tag)
+                yield Encoded(ids, True, True, part.tag, part.opening or part.tag)
                 continue
             if not part.first:
                 pending = self.pending
@@ -183,7 +186,7 @@ class _Joiner:
                 if pending.ids is None and pending.characters >= 2 * pending.encoded:
                     self._settle(pending)
                 if pending.ids is not None and _holds(pending.ids, ids, *around[n]):
-                    yield Encoded(pending.ids, pending.first, False, pending.tag)
+                    yield Encoded(pending.ids, pending.first, False, pending.tag, part.opening)
                     self.pending = _Pending([part.text], ids, False, part.tag, len(part.text), len(part.text))
                 else:
                     pending.texts.append(self.gap + part.text)
@@ -197,7 +200,7 @@ class _Joiner:
                 if pending.ids is None:
                     self._settle(pending)
                 assert pending.ids is not None
-                yield Encoded(pending.ids, pending.first, True, part.tag)
+                yield Encoded(pending.ids, pending.first, True, part.tag, part.opening)
                 self.pending = None
 
     def _settle(self, pending: _Pending) -> None:
@@ -248,6 +251,5 @@ def _holds(
     if not 0 < before <= len(left) or not 0 < after <= len(right):
         return False
     return (
-        left[-before:].tolist() == ids[split - before : split]
-        and right[:after].tolist() == ids[split : split + after]
+        left[-before:].tolist() == ids[split - before : split] and right[:after].tolist() == ids[split : split + after]
     )

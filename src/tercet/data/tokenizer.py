@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from tercet.data.words import Words, unit_pattern
 from tercet.errors import InputError
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
@@ -87,6 +88,16 @@ class Tokenizer:
         """Return the ids of each text, control tokens left out. Runs on all cores."""
         if self.exact is not None:
             return [np.array(ids, dtype=np.uint32) for ids in self.exact.encode(texts)]
+        if self._words is not None:
+            return self._words.encode(texts)
+        return self._encode_whole(texts)
+
+    @cached_property
+    def _words(self) -> Words | None:
+        pattern = unit_pattern(self.backend)
+        return None if pattern is None else Words(self._encode_whole, pattern)
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in found]
 
@@ -199,9 +210,7 @@ def content_hash(place: Path | str) -> str | None:
     files = [place] if place.is_file() else [place / n for n in FILES if (place / n).is_file()]
     if place.is_file():
         files += [
-            f
-            for f in (place.parent / "tokenizer_config.json",)
-            if f.is_file() and place.name == "tokenizer.json"
+            f for f in (place.parent / "tokenizer_config.json",) if f.is_file() and place.name == "tokenizer.json"
         ]
     digest = hashlib.blake2b(digest_size=20)
     for file in files:
@@ -229,7 +238,26 @@ def load(place: Path | str) -> Tokenizer:
         return _from_transformers(place, str(place))
     if place.suffix == ".model":
         return _from_sentencepiece(place)
+    if place.suffix == ".gguf":
+        return _from_gguf(place)
     return _from_json(place)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    """Return the tokenizer inside a GGUF file; a document begins with bos only where the file says so."""
+    from transformers import AutoTokenizer
+
+    from tercet.spec.families import read_config
+
+    config = read_config(path)
+    try:
+        found = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+    except Exception as error:  # every layer below raises its own kinds
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"data.tokenizer: {path} holds no tokenizer that can be read: {first}") from None
+    backend = found.backend_tokenizer
+    eos = config.get("eos_token_id")
+    return _finish(backend, eos, config.get("bos_token_id"), found.pad_token_id, str(path), found)
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -295,9 +323,7 @@ def _from_hub(name: str) -> Path:
     try:
         # Without a network the client would repeat itself for a minute; ask once, then look in its cache
         # only.
-        return Path(
-            snapshot_download(name, allow_patterns=[*FILES, "config.json"], local_files_only=not online)
-        )
+        return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"], local_files_only=not online))
     except Exception as error:  # network, permission, name: each has its own kind
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = first if online else "the hub cannot be reached and no copy lies in its cache"
@@ -312,9 +338,7 @@ def _reachable(endpoint: str) -> bool:
         return True  # the proxy knows
     host, _, port = endpoint.partition("://")[2].partition("/")[0].partition(":")
     try:
-        socket.create_connection(
-            (host, int(port or (443 if endpoint.startswith("https") else 80))), timeout=5
-        ).close()
+        socket.create_connection((host, int(port or (443 if endpoint.startswith("https") else 80))), timeout=5).close()
     except OSError:
         return False
     return True

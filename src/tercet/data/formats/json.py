@@ -95,9 +95,7 @@ def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
     decoder = json.JSONDecoder(parse_constant=refuse_constant)
     first = window.peek()
     if first != "[":
-        what = (
-            "empty" if not first else "an object" if first == "{" else f"something that begins with {first!r}"
-        )
+        what = "empty" if not first else "an object" if first == "{" else f"something that begins with {first!r}"
         line, column = window.move(window.at)
         detail = f'the file is {what}; a JSON file of rows is an array of objects: [{{"text": …}}, …]'
         yield Fault(line, column, rows.BAD_JSON, detail, excerpt(window.text[:200]), fatal=True)

@@ -52,9 +52,7 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
             except orjson.JSONDecodeError:
                 yield _explain(line, number, reading)
                 continue
-            yield rows.judge(
-                value, reading, number, 1, lambda name, s=line: _column(s, name), lambda s=line: _shown(s)
-            )
+            yield rows.judge(value, reading, number, 1, lambda name, s=line: _column(s, name), lambda s=line: _shown(s))
 
 
 def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:

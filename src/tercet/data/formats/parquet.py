@@ -19,8 +19,7 @@ def sniff(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
-    """Yield every row. Only the text column is decoded. Raises InputError when the file is no Parquet file.
-    """
+    """Yield every row. Only the text column is decoded. Raises InputError when the file is no Parquet file."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -51,12 +50,8 @@ def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -
     except UnicodeDecodeError as error:
         reading.seen["kind: other"] += 1
         detail = f"byte 0x{error.object[error.start]:02x} at offset {error.start} of the text is not UTF-8"
-        return Fault(
-            number, column, rows.BAD_BYTES, detail, rows.excerpt(error.object.decode(errors="replace"))
-        )
-    return rows.judge(
-        {name: value}, reading, number, column, lambda _: column, lambda: rows.excerpt(str(value)[:200])
-    )
+        return Fault(number, column, rows.BAD_BYTES, detail, rows.excerpt(error.object.decode(errors="replace")))
+    return rows.judge({name: value}, reading, number, column, lambda _: column, lambda: rows.excerpt(str(value)[:200]))
 
 
 def _without_text(names: list[str], count: int, reading: Reading) -> Iterator[Fault]:

@@ -22,8 +22,7 @@ def sniff(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
-    """Yield every string value of the top-level dict and list literals; other values are counted, not read.
-    """
+    """Yield every string value of the top-level dict and list literals; other values are counted, not read."""
     try:
         with tokenize.open(path) as file:  # honours the file's own encoding line
             tree = ast.parse(file.read())
@@ -35,9 +34,7 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
         return
     for statement in tree.body:
         value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
-        nodes = (
-            value.values if isinstance(value, ast.Dict) else value.elts if isinstance(value, ast.List) else []
-        )
+        nodes = value.values if isinstance(value, ast.Dict) else value.elts if isinstance(value, ast.List) else []
         for node in nodes:
             found = _judge(node, reading)
             if found is not None:
