@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +35,7 @@ def run(recipe: str, overrides: list[str], show: int, as_json: bool) -> None:
     from tercet.data.figures import lines
     from tercet.data.prepare import prepare
     from tercet.spec.families import describe
+    from tercet.spec.families.where import tokenizer_place
     from tercet.spec.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides)
@@ -45,7 +45,7 @@ def run(recipe: str, overrides: list[str], show: int, as_json: bool) -> None:
         prepared = prepare(
             resolved.data,
             vocabulary=describe(resolved.model).vocabulary,
-            model_tokenizer=Path(path).expanduser() if path else None,
+            model_tokenizer=tokenizer_place(path),
             seed=resolved.train.seed,
             say=lambda text: print(text, file=sys.stderr, flush=True),
             progress=progress,
