@@ -59,6 +59,7 @@ class StepResult:
     tokens: int
     updated: bool = True
     load: dict[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None  # of fp16's dynamic loss scaling, after this step
 
 
 class SaveHandle(Protocol):
@@ -112,12 +113,21 @@ def open_engine(
     weights: Any = None,
     vocabulary: int | None = None,
     stop_ids: Sequence[int] = (),
+    batch_sequences: int = 1,
 ) -> Engine:
     """Return the engine that the strategy names, with weights in place.
 
     `weights` is a callable name -> CPU tensor (stored weights); None starts from random ones by `seed`.
-    `vocabulary` is the tokenizer's size, `stop_ids` end a generated text.
+    `vocabulary` is the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch,
+    which DeepSpeed wants to know beforehand.
     """
+    if strategy.engine == "deepspeed":
+        from tercet.engine.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            spec, strategy, optim, precision, world, seed=seed, weights=weights, vocabulary=vocabulary,
+            stop_ids=stop_ids, batch_sequences=batch_sequences,
+        )  # fmt: skip
     from tercet.engine.native import NativeEngine
 
     return NativeEngine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from tercet.engine import MicroBatch, StepResult, Terms
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
-from tercet.engine.shards import Provider, Reader, Save, on_cpu
+from tercet.engine.seeds import seed_random_numbers
+from tercet.engine.shards import Provider, Reader, Save, on_cpu, restored
 from tercet.errors import InputError
 from tercet.model.balance import Balancer
 from tercet.model.decode import generate
@@ -124,7 +124,7 @@ class NativeEngine:
         for n, batch in enumerate(micro_batches):
             last = n == len(micro_batches) - 1
             layout.begin_micro_batch(last)
-            self._seed_random_numbers(n)
+            seed_random_numbers(self.seed, self.steps_done, world.rank, n)
             loss = self._loss(batch.to(world.device))
             if last:
                 self._note_peak()
@@ -172,11 +172,6 @@ class NativeEngine:
         load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
         figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
         return replace(result, load=figures)
-
-    def _seed_random_numbers(self, micro_step: int) -> None:
-        """Random numbers follow from (seed, step, rank, micro-step): nothing to save, nothing to restore."""
-        key = f"{self.seed}:{self.steps_done}:{self.world.rank}:{micro_step}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
@@ -250,7 +245,7 @@ class NativeEngine:
         for part in self.layout.parts:
             self.optimizer.state[part.value]["step"].fill_(self._updates)
         self.layout.after_update()
-        return ["weights", *MOMENTS, "position"]
+        return restored(reader, "native")
 
     # ------------------------------------------------------------------------------------------------- memory
 

@@ -2,7 +2,9 @@
 
 File `rank-N.safetensors` holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments
 `exp_avg/NAME`, `exp_avg_sq/NAME`, all fp32; its metadata gives the first row of each. Reading takes any rows from
-whichever files hold them, so another number of ranks or another layout finds what it needs.
+whichever files hold them, so another number of ranks, another layout or another engine finds what it needs.
+An engine that cuts parameters within rows (DeepSpeed) writes ranges of flattened elements instead: the metadata's
+layout is then `flat` and its numbers count elements.
 No PyTorch distributed checkpoint here: its metadata file is a pickle.
 """
 
@@ -13,6 +15,8 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +38,19 @@ class Save:
     """One rank's file being written, in a thread of its own when `background`."""
 
     def __init__(
-        self, path: Path, tensors: dict[str, Tensor], rows: dict[str, int], position: dict[str, int], background: bool
+        self,
+        path: Path,
+        tensors: dict[str, Tensor],
+        rows: dict[str, int],
+        position: dict[str, Any],
+        background: bool,
+        layout: str = "rows",
+        engine: str = "native",
     ):
-        """`rows`: parameter name -> first row; `position`: the engine's counts of steps."""
+        """`rows`: parameter name -> first row (or element); `position`: the engine's counts of steps."""
         self._path, self._error, self._result = path, None, {}
         self._tensors, self._metadata = tensors, {"rows": json.dumps(rows), "position": json.dumps(position)}
+        self._metadata |= {"layout": layout, "engine": engine}
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
         if self._thread:
             self._thread.start()
@@ -80,20 +92,33 @@ def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
         os.fsync(file.fileno())
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Part of a tensor in one file: rows [begin, end), or elements when `flat`."""
+
+    begin: int
+    end: int
+    path: Path
+    flat: bool
+
+
 class Reader:
-    """Rows of any tensor of a checkpoint, memory-mapped. Raises InputError that names what is missing."""
+    """Rows or elements of any tensor of a checkpoint, memory-mapped. Raises InputError that names what is missing."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._pieces: dict[str, list[tuple[int, int, Path]]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                rows = json.loads(file.metadata()["rows"])
-                self.position: dict[str, int] = json.loads(file.metadata()["position"])
+                metadata = file.metadata()
+                rows = json.loads(metadata["rows"])
+                self.position: dict[str, Any] = json.loads(metadata["position"])
+                self.engine: str = metadata.get("engine", "native")
+                flat = metadata.get("layout") == "flat"
                 for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     begin = rows[key.partition("/")[2]]
                     length = file.get_slice(key).get_shape()[0]
-                    self._pieces.setdefault(key, []).append((begin, begin + length, path))
+                    self._pieces.setdefault(key, []).append(Piece(begin, begin + length, path, flat))
         if not self._pieces:
             raise InputError(f"{folder} holds no rank files")
 
@@ -102,22 +127,35 @@ class Reader:
 
     def read_into(self, key: str, begin: int, target: Tensor) -> None:
         """Copy rows [begin, begin + len(target)) of `key` into target."""
-        end, have = begin + target.shape[0], 0
-        for first, last, path in self._pieces.get(key, ()):
-            low, high = max(begin, first), min(end, last)
+        row = target.shape[1:]
+        self.read_elements(key, begin * row.numel(), target.view(-1), row)
+
+    def read_elements(self, key: str, begin: int, target: Tensor, row: tuple[int, ...]) -> None:
+        """Copy elements [begin, begin + len(target)) of the flattened `key`, whose rows have shape `row`."""
+        end, have, size = begin + target.shape[0], 0, prod(row)
+        for piece in self._pieces.get(key, ()):
+            unit = 1 if piece.flat else size
+            low, high = max(begin, piece.begin * unit), min(end, piece.end * unit)
             if low >= high:
                 continue
-            with safe_open(path, framework="pt") as file:
-                rows = file.get_slice(key)[low - first : high - first]
-            if rows.shape[1:] != target.shape[1:]:
+            first, last = low // unit, -(-high // unit)  # whole rows around the elements
+            with safe_open(piece.path, framework="pt") as file:
+                found = file.get_slice(key)[first - piece.begin : last - piece.begin]
+            if not piece.flat and tuple(found.shape[1:]) != tuple(row):
                 raise InputError(
-                    f"{path}: {key} has rows of shape {tuple(rows.shape[1:])}, expected {tuple(target.shape[1:])}",
+                    f"{piece.path}: {key} has rows of shape {tuple(found.shape[1:])}, expected {tuple(row)}",
                     "The checkpoint is of another model.",
                 )
-            target[low - begin : high - begin].copy_(rows)
+            target[low - begin : high - begin].copy_(found.reshape(-1)[low - first * unit : high - first * unit])
             have += high - low
         if have != end - begin:
-            raise InputError(f"{self._folder}: {key} is missing rows: {have} of {end - begin} found")
+            raise InputError(f"{self._folder}: {key} is missing rows: {have} of {end - begin} elements found")
+
+
+def restored(reader: Reader, engine: str) -> list[str]:
+    """Return what a load brought back, for the user; says so when another engine had written it."""
+    words = ["weights", "exp_avg", "exp_avg_sq", "position"]
+    return words if reader.engine == engine else [*words, f"all written by the {reader.engine} engine"]
 
 
 Provider = Callable[[str], Tensor]  # parameter name -> whole CPU tensor

@@ -32,11 +32,14 @@ class Strategy:
     offload_optimizer: str = "none"
     offload_weights: str = "none"
     offload_activations: str = "none"
+    offload_folder: str | None = None
     compile: bool = False
 
     @property
     def name(self) -> str:
-        """The strategy's word: single, ddp, zero1, zero2, zero3."""
+        """The strategy's word: single, ddp, zero1, zero2, zero3; with another engine its name before it."""
+        if self.engine == "deepspeed":
+            return f"deepspeed-zero{self.zero}"
         if self.ranks == 1:
             return "single"
         return "ddp" if self.zero == 0 else f"zero{self.zero}"
@@ -70,17 +73,18 @@ class Work:
 def not_built(recipe: Recipe) -> list[str]:
     """Return a sentence for everything the recipe asks for that does not exist yet."""
     s, why = recipe.strategy, []
-    if s.engine != "native":
-        why.append(f"strategy.engine: {s.engine} is not built yet; native is")
+    deepspeed = s.engine == "deepspeed"
+    if s.engine not in ("native", "deepspeed"):
+        why.append(f"strategy.engine: {s.engine} is not built yet; native and deepspeed are")
     for axis in ("tensor", "pipeline", "expert", "context"):
         if getattr(s, axis) != 1:
             why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
     for what in ("optimizer", "weights", "activations"):
-        if getattr(s.offload, what) != "none":
+        if getattr(s.offload, what) != "none" and not (deepspeed and what != "activations"):
             why.append(f"strategy.offload.{what}: {getattr(s.offload, what)} is not built yet; none is")
     if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
         why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
-    if recipe.train.precision not in ("bf16", "fp32"):
+    if recipe.train.precision not in ("bf16", "fp32", *(("fp16",) if deepspeed else ())):
         why.append(f"train.precision: {recipe.train.precision} is not built yet; bf16 and fp32 are")
     if recipe.data.template is not None or recipe.data.train_on is not None:
         why.append("data.template and data.train_on: training on chats is not built yet; rows of text are")
@@ -92,7 +96,10 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
 
     Micro-batch: as many rows as `micro_batch_tokens` holds, evened out so that the last one is not a remnant.
     """
-    zero = 0 if section.zero == "auto" or ranks == 1 else section.zero  # one rank has nothing to shard
+    if section.engine == "deepspeed":  # its offload needs a stage on one rank too
+        zero = section.zero if section.zero != "auto" else 3 if section.offload.weights != "none" else 2
+    else:
+        zero = 0 if section.zero == "auto" or ranks == 1 else section.zero  # one rank has nothing to shard
     if section.micro_batch == "auto":
         rows = ceil(work.batch_sequences / ranks)
         cap = max(1, min(rows, micro_batch_tokens // work.sequence_tokens))
@@ -116,13 +123,14 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
         offload_optimizer=section.offload.optimizer,
         offload_weights=section.offload.weights,
         offload_activations=section.offload.activations,
+        offload_folder=section.offload.folder,
         compile=section.compile,
     )
 
 
 def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -> list[str]:
     """Return one sentence per reason why this strategy cannot run; empty when it can."""
-    why = []
+    why = _why_not_deepspeed(strategy, work, machine) if strategy.engine == "deepspeed" else []
     if strategy.zero < 2 and strategy.reduce_gradients == "every_micro_batch" and strategy.ranks > 1:
         why.append(
             f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"
@@ -141,6 +149,32 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
     return why
 
 
+def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str]:
+    """Return what DeepSpeed cannot do, or does in a way that breaks a promise of ours."""
+    why = []
+    if strategy.zero == 0:
+        why.append(
+            "strategy.zero 0 with engine deepspeed: its stage 0 updates without looking for NaN in fp32, and adds "
+            "gradients up in bf16 otherwise; use zero 1, or strategy=ddp"
+        )
+    if strategy.offload_weights != "none" and strategy.zero != 3:
+        why.append(f"strategy.offload.weights: {strategy.offload_weights} needs zero 3, and zero is {strategy.zero}")
+    if strategy.zero >= 2 and strategy.reduce_gradients == "once_per_step":
+        why.append(
+            f"strategy.reduce_gradients: once_per_step: DeepSpeed's stage {strategy.zero} reduces after every micro-batch"
+        )
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_weights):
+        if strategy.zero != 3:
+            why.append(f"strategy.offload: nvme needs zero 3, and zero is {strategy.zero}")
+        if strategy.offload_folder is None:
+            why.append("strategy.offload: nvme needs strategy.offload.folder, a folder on that drive")
+    if strategy.compile:
+        why.append("strategy.compile: true is not built for engine deepspeed; it is for native")
+    if work.precision == "fp16" and machine is not None and machine.card is None:
+        why.append("train.precision: fp16: DeepSpeed has no fp16 on a CPU; use bf16 or fp32 here")
+    return why
+
+
 def nearest_batches(strategy: Strategy, batch_sequences: int) -> tuple[int, int]:
     """Return the largest batch below and the smallest above that leave no place idle (E09)."""
     unit = strategy.ranks * strategy.micro_batch
@@ -148,4 +182,5 @@ def nearest_batches(strategy: Strategy, batch_sequences: int) -> tuple[int, int]
 
 
 def with_ranks(strategy: Strategy, ranks: int) -> Strategy:
-    return replace(strategy, ranks=ranks, zero=0 if ranks == 1 else strategy.zero)
+    alone = ranks == 1 and strategy.engine != "deepspeed"
+    return replace(strategy, ranks=ranks, zero=0 if alone else strategy.zero)

@@ -1,0 +1,359 @@
+"""The DeepSpeed engine: ZeRO stages 1 to 3 and their offload, behind the same seven verbs as the native engine.
+
+The model is our Decoder and starts from the same tensors; DeepSpeed gets its JSON (deepspeed_config.py), shards,
+reduces and updates. What stays ours: the loss rule, the learning rate, random numbers, checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tercet.engine import MicroBatch, StepResult, Terms
+from tercet.engine.deepspeed_build import adam_is_ready
+from tercet.engine.deepspeed_config import deepspeed_config
+from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
+from tercet.engine.optim import UNDECAYED
+from tercet.engine.seeds import seed_random_numbers
+from tercet.engine.shards import Provider, Reader, Save, on_cpu, restored
+from tercet.errors import InputError, NotLegalError
+from tercet.model.balance import Balancer
+from tercet.model.decode import generate
+from tercet.model.decoder import Decoder, initial_tensor
+from tercet.model.weights import make_buffers
+from tercet.parallel.recompute import recompute
+from tercet.parallel.world import World
+from tercet.spec.model import Model
+from tercet.spec.recipe import OptimSection
+from tercet.spec.strategy import Strategy
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeedEngine:
+    """Implements tercet.engine.Engine. `config` is DeepSpeed's JSON as it was used."""
+
+    def __init__(
+        self,
+        spec: Model,
+        strategy: Strategy,
+        optim: OptimSection,
+        precision: str,
+        world: World,
+        *,
+        seed: int,
+        weights: Provider | None = None,
+        vocabulary: int | None = None,
+        stop_ids: Sequence[int] = (),
+        batch_sequences: int = 1,
+    ):
+        if precision == "fp16" and world.device.type == "cpu":
+            raise NotLegalError(["train.precision: fp16: DeepSpeed has no fp16 on a CPU; use bf16 or fp32 here"])
+        self.spec, self.world, self.seed = spec, world, seed
+        self._strategy, self._compute = strategy, COMPUTE[precision]
+        self._vocabulary = vocabulary or spec.vocabulary
+        self._stop_ids = tuple(stop_ids)
+        self._accumulation = strategy.accumulation(batch_sequences)
+        self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
+        self._updates = 0  # of these, the ones that changed the weights: AdamW's own count
+        self._peak: dict[str, int] = {}
+        self._descriptions = {t.name: t for t in spec.tensors()}
+        self.config = deepspeed_config(
+            spec, strategy, optim, precision, batch_sequences,
+            on_card=world.device.type == "cuda", native_adam=strategy.offload_optimizer == "none" or adam_is_ready(),
+        )  # fmt: skip
+        ds = import_deepspeed()
+        _join(world, ds)
+        with _quiet():
+            self.module = self._build(ds, weights)
+            self.engine = self._initialize(ds, optim)
+        self._names = {p: name for name, p in self.module.named_parameters()}
+        self.fragments = Fragments(self.engine, self._names, strategy.zero, world.rank)
+        if self._compute != torch.float32:
+            # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
+            self._fill_masters(lambda name: self._start(name, weights))
+        self.balancer = Balancer(self.module)
+        if weights is not None:
+            for name, bias in self.balancer.biases().items():
+                bias.copy_(weights(name))
+
+    # ------------------------------------------------------------------------------------------------ building
+
+    def _start(self, name: str, weights: Provider | None) -> Tensor:
+        """Return a parameter's fp32 start, on the CPU."""
+        t = self._descriptions[name]
+        if weights is None:
+            return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
+        return weights(name).to(torch.float32)
+
+    def _build(self, ds: Any, weights: Provider | None) -> Decoder:
+        """Build on meta and fill piece by piece; under stage 3 each piece is sharded before the next is filled."""
+        with torch.device("meta"):
+            module = Decoder(self.spec)
+
+        def fill(piece: nn.Module, prefix: str) -> None:
+            for name, parameter in list(piece.named_parameters()):
+                if parameter.is_meta:
+                    owner, _, attribute = name.rpartition(".")
+                    value = self._start(prefix + name, weights).to(self.world.device, self._compute)
+                    setattr(piece.get_submodule(owner), attribute, nn.Parameter(value))
+            if self._strategy.zero == 3:
+                # Skips what an earlier call has sharded. float32 is no dtype DeepSpeed's own config knows here.
+                ds.zero.Init(module=piece, config_dict_or_path=self.config, dtype=self._compute)
+
+        for name, layer in module.model.layers.items():
+            recompute(layer, self._strategy.recompute)
+            fill(layer, f"model.layers.{name}.")
+        fill(module, "")
+        make_buffers(module, self.world.device)
+        if self._strategy.zero == 3:
+            # The loss multiplies by the head's weight itself, outside of the head's own forward.
+            ds.zero.register_external_parameter(module, module.head_weight)
+        return module
+
+    def _initialize(self, ds: Any, optim: OptimSection) -> Any:
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": optim.weight_decay}, {"params": [], "weight_decay": 0.0},
+        ]  # fmt: skip
+        for name, parameter in self.module.named_parameters():
+            groups[self._descriptions[name].kind in UNDECAYED]["params"].append(parameter)
+        groups = [g for g in groups if g["params"]]
+        engine, *_ = ds.initialize(
+            model=self.module, model_parameters=groups, config=self.config, dist_init_required=False
+        )
+        return engine
+
+    # ------------------------------------------------------------------------------------------------ the verbs
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
+        if len(micro_batches) != self._accumulation:
+            raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
+        world = self.world
+        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)])).item())
+        terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
+        self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.train()
+        # DeepSpeed averages over the ranks, we want the sum over the step's global token count. It would also
+        # divide by the accumulation: scale_wrt_gas tells it not to.
+        scale = world.size / max(tokens, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        loss = math.nan
+        for n, batch in enumerate(micro_batches):
+            seed_random_numbers(self.seed, self.steps_done, world.rank, n)
+            batch_loss = self._loss(self.engine, batch.to(world.device))
+            loss_sum += batch_loss.detach()
+            if n == len(micro_batches) - 1:
+                loss = world.sum(loss_sum.cpu()).item() / max(tokens, 1)
+                self._note_peak()
+                if not math.isfinite(loss):
+                    scale = math.nan  # makes every rank's gradients NaN, which DeepSpeed sees and skips the step
+            self.engine.backward(batch_loss * scale, scale_wrt_gas=False)
+            self._note_peak()
+            self.engine.step()
+        updated = self.engine.was_step_applied()
+        norm = float(self.engine.get_global_grad_norm())
+        self.steps_done += 1
+        self._updates += updated
+        result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
+        return self._rebalance(result, terms) if self.balancer else result
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale of fp16's dynamic loss scaling; None in other precisions."""
+        return float(self._scaler.cur_scale) if self._compute == torch.float16 else None
+
+    @property
+    def _scaler(self) -> Any:
+        return self.engine.optimizer.loss_scaler
+
+    def _loss(self, module: Any, batch: MicroBatch) -> Tensor:
+        return module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
+
+    def _rebalance(self, result: StepResult, terms: Terms) -> StepResult:
+        """Move the experts' biases by the whole step's counts, once, after the optimizer; a skipped step by none."""
+        if not result.updated:
+            self.balancer.drop_counts()
+            return result
+        load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
+        figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
+        return replace(result, load=figures)
+
+    @torch.no_grad()
+    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
+        self.module.eval()
+        return self._loss(self.module, batch.to(self.world.device)).item(), batch.trained_tokens
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        self.module.eval()
+        return [
+            generate(
+                self.module, len(self.spec.layers), prompt, n, vocabulary=self._vocabulary, device=self.world.device,
+                stop=self._stop_ids, fixed_length=self.world.size > 1,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole fp32 parameter), put together one at a time; every rank must run through all of them."""
+        for parameter, name in self._names.items():
+            yield name, self.fragments.whole(parameter, name, self._descriptions[name].shape)
+        yield from self.balancer.biases().items()
+
+    # -------------------------------------------------------------------------------------------- saved state
+
+    def save(self, folder: Path) -> Save:
+        """Write this rank's flat ranges in our own format: DeepSpeed's is a pickle, and bound to the rank count."""
+        tensors: dict[str, Tensor] = {}
+        begins: dict[str, int] = {}
+        for fragment in self.fragments:
+            begins[fragment.name] = fragment.begin
+            tensors[f"weights/{fragment.name}"] = on_cpu(fragment.master)
+            tensors |= {f"{m}/{fragment.name}": on_cpu(t) for m, t in fragment.moments.items()}
+        if self.world.rank == 0:  # equal on all ranks
+            for name, tensor in self.balancer.state():
+                begins[name] = 0
+                tensors[f"balance/{name}"] = on_cpu(tensor).flatten()
+        position: dict[str, Any] = {"steps_done": self.steps_done, "updates": self._updates}
+        if self._compute == torch.float16:
+            position["scaler"] = scaler_state(self._scaler)
+        path = folder / f"rank-{self.world.rank}.safetensors"
+        background = any(t.is_cuda for t in self.fragments.flats)
+        return Save(path, tensors, begins, position, background, layout="flat", engine="deepspeed")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> list[str]:
+        reader = Reader(folder)
+        wanted = {f"{what}/{name}" for name in self._descriptions for what in ("weights", *MOMENTS)}
+        wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
+        if reader.keys() != wanted:
+            missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
+            raise InputError(
+                f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
+                "Resume with the recipe of that run.",
+            )
+
+        def whole(name: str) -> Tensor:
+            value = torch.empty(self._descriptions[name].shape)
+            reader.read_into(f"weights/{name}", 0, value)
+            return value
+
+        self._fill_masters(whole)
+        self._fill_compute(whole)
+        for fragment in self.fragments:
+            row = self._descriptions[fragment.name].shape[1:]
+            for moment, target in fragment.moments.items():
+                reader.read_elements(f"{moment}/{fragment.name}", fragment.begin, target, row)
+        for name, tensor in self.balancer.state():
+            reader.read_into(f"balance/{name}", 0, tensor)
+        self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
+        self.fragments.set_updates(self._updates)
+        if self._compute == torch.float16:
+            restore_scaler(self._scaler, reader.position.get("scaler", {}))
+        return restored(reader, "deepspeed")
+
+    @torch.no_grad()
+    def _fill_masters(self, whole: Provider) -> None:
+        for fragment in self.fragments:
+            value = whole(fragment.name).reshape(-1)
+            fragment.master.copy_(value[fragment.begin : fragment.begin + fragment.master.numel()])
+
+    @torch.no_grad()
+    def _fill_compute(self, whole: Provider) -> None:
+        """Bring new values into the weights that compute: each rank its own shard, or everything under 1 and 2."""
+        for parameter, name in self._names.items():
+            value = whole(name)
+            if self._strategy.zero < 3:
+                parameter.data.copy_(value)
+                continue
+            if parameter.data.numel() == value.numel():  # a small one, that stage 3 leaves whole on every rank
+                parameter.data.copy_(value)
+            shard = parameter.ds_tensor
+            begin = self.world.rank * shard.numel()
+            part = value.reshape(-1)[begin : begin + shard.numel()]
+            shard.data[: part.numel()].copy_(part)
+
+    # ------------------------------------------------------------------------------------------------- memory
+
+    def _held_bytes(self) -> dict[str, int]:
+        """Return bytes by ledger row; what an offload holds on the host counts as `states`, not on the card."""
+        rows = self.fragments.held()
+        rows["weights"] = [p.data for p in self._names] + [p.ds_tensor.data for p in self._names if hasattr(p, "ds_tensor")]
+        states = set()
+        if self._strategy.offload_optimizer != "none":
+            states |= {"master", "optimizer", "gradients"}
+        if self._strategy.offload_weights != "none":
+            states |= {"weights"}
+        counted: set[int] = set()
+        result = dict.fromkeys(rows, 0)
+        for row in ("weights", "master", "optimizer", "gradients"):
+            for tensor in rows[row]:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
+                    counted.add(storage.data_ptr())
+                    place = "states" if row in states else row
+                    result[place] = result.get(place, 0) + storage.nbytes()
+        return result
+
+    def _note_peak(self) -> None:
+        if self.steps_done < 2:  # every step is alike
+            for row, held in self._held_bytes().items():
+                self._peak[row] = max(held, self._peak.get(row, 0))
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        return {"between_steps": self._held_bytes(), "peak": dict(self._peak)}
+
+
+# ------------------------------------------------------------------------------------------- DeepSpeed's own ways
+
+
+def import_deepspeed() -> Any:
+    """Return the library, kept quiet. Raises InputError with the way to install it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise InputError(
+            "strategy.engine is deepspeed, but DeepSpeed is not installed",
+            'Install it with: pip install "tercet[deepspeed]"; or set strategy.engine=native.',
+        )
+    with _quiet():
+        import deepspeed
+        import deepspeed.ops
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it calls what torch renames
+    # On a CPU it would compile a library for sums through shared memory, in every rank, at its first use: gloo does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _join(world: World, ds: Any) -> None:
+    """Let DeepSpeed use the process group that is there. It needs one even for a single process."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # it picks its device by this and nothing else
+    with _quiet():
+        ds.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed's chatter below warnings out of the log."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(logging.WARNING)  # its import sets the level itself

@@ -1,0 +1,108 @@
+"""DeepSpeed's JSON, written from our Strategy: complete, without `auto`, never read back. No torch in here.
+
+Keys and meanings: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py,
+runtime/precision_config.py (github.com/deepspeedai/DeepSpeed, 0.19).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tercet.spec.model import Model
+from tercet.spec.recipe import OptimSection
+from tercet.spec.strategy import Strategy
+
+LARGEST_BUCKET = 200_000_000  # elements; DeepSpeed's own 5e8 takes 2 GB of a 24 GB card for each fp32 bucket
+NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
+
+
+def deepspeed_config(
+    model: Model,
+    strategy: Strategy,
+    optim: OptimSection,
+    precision: str,
+    batch_sequences: int,
+    *,
+    on_card: bool,
+    native_adam: bool = True,
+) -> dict[str, Any]:
+    """Return the configuration of one run.
+
+    `train_batch_size` counts places (micro-batch x accumulation x ranks), of which the last ones may hold no row.
+    `native_adam`: whether DeepSpeed's compiled CPU optimizer can be used for an optimizer on the host; otherwise
+    PyTorch's AdamW runs there. Gradients are summed and sent in fp32 whatever the weights' type.
+    """
+    accumulation = strategy.accumulation(batch_sequences)
+    on_host = strategy.offload_optimizer != "none"
+    config: dict[str, Any] = {
+        "train_batch_size": strategy.micro_batch * accumulation * strategy.ranks,
+        "train_micro_batch_size_per_gpu": strategy.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0 if optim.clip == "none" else optim.clip,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optim.lr,
+                "betas": list(optim.betas),
+                "eps": optim.eps,
+                "weight_decay": optim.weight_decay,
+                "torch_adam": not (on_host and native_adam),
+                "adam_w_mode": True,
+            },
+        },
+        "zero_optimization": zero_section(model, strategy, on_card),
+        "zero_force_ds_cpu_optimizer": on_host and native_adam,
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "fp16": {"enabled": precision == "fp16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": NEVER,
+        "wall_clock_breakdown": False,
+    }
+    if precision == "fp16":
+        # Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
+        config["fp16"] |= {
+            "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1,
+        }  # fmt: skip
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_weights):
+        config["aio"] = {
+            "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+        }  # fmt: skip
+    return config
+
+
+def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, Any]:
+    """Return `zero_optimization`: buckets no larger than the model needs, so small models stay small."""
+    largest = max(t.parameters for t in model.tensors())
+    bucket = max(largest, min(LARGEST_BUCKET, model.parameters))
+    section: dict[str, Any] = {
+        "stage": strategy.zero,
+        "contiguous_gradients": True,
+        "overlap_comm": on_card and strategy.ranks > 1,
+        "reduce_scatter": True,
+        "reduce_bucket_size": bucket,
+    }
+    if strategy.offload_optimizer != "none":
+        section["offload_optimizer"] = offload(strategy.offload_optimizer, strategy, on_card)
+    if strategy.zero < 3:
+        section |= {"allgather_partitions": True, "allgather_bucket_size": bucket, "round_robin_gradients": False}
+        return section
+    if strategy.offload_weights != "none":
+        section["offload_param"] = offload(strategy.offload_weights, strategy, on_card)
+    layer = sum(t.parameters for t in model.tensors() if t.name.startswith("model.layers.0."))
+    return section | {
+        # As many parameters as are worth fetching ahead: one layer. Norms and other small ones stay everywhere.
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_param_persistence_threshold": 10 * model.width,
+        "stage3_max_live_parameters": max(2 * layer, 1_000_000_000),
+        "stage3_max_reuse_distance": max(2 * layer, 1_000_000_000),
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "sub_group_size": max(1, min(model.parameters, 1_000_000_000)),
+    }
+
+
+def offload(device: str, strategy: Strategy, on_card: bool) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": on_card}
+    if device == "nvme":
+        section["nvme_path"] = strategy.offload_folder
+    return section
