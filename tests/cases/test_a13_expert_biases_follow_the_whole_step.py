@@ -1,4 +1,4 @@
-"""A13: each trained token counts once, over ranks and micro-batches; the bias moves once a step, never in evaluation."""
+"""A13: each trained token counts once, over ranks and micro-batches; the bias moves once a step, not in evaluation."""
 
 from __future__ import annotations
 

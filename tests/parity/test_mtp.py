@@ -11,10 +11,10 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-import families
 from tercet.model.weights import fill, load_model, open_weights
 from tercet.spec.families import FAMILIES
 from tercet.spec.model import Balance
+from tests.parity import families
 
 WEIGHT = 0.3
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import families
 from tercet.model.decode import generate
 from tercet.model.weights import load_model
+from tests.parity import families
 
 SCALES = {"v2": {"mscale": 0.707, "mscale_all_dim": 0.707}, "v3": {"mscale": 1.0, "mscale_all_dim": 1.0}, "none": None}
 
@@ -28,7 +28,15 @@ def test_e19_every_position_up_to_four_times_the_context(family, scale, tmp_path
         torch.testing.assert_close(got[position], expected[position], rtol=0, atol=1e-4)
 
 
-PACKED = ["llama", "mistral-window", "qwen3", "qwen2-window", "deepseek_v2-lite", "deepseek_v3-yarn", "deepseek_v2-groups-bias"]
+PACKED = [
+    "llama",
+    "mistral-window",
+    "qwen3",
+    "qwen2-window",
+    "deepseek_v2-lite",
+    "deepseek_v3-yarn",
+    "deepseek_v2-groups-bias",
+]
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-import families
 from tercet.model.weights import load_model, save_folder
+from tests.parity import families
 
 BOUNDS = {"fp64": (torch.float64, 1e-6), "fp32": (torch.float32, 1e-5)}
 

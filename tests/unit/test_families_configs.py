@@ -30,8 +30,18 @@ def test_absent_keys_mean_what_transformers_takes_them_for():
     "rope",
     [
         {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
         {"rope_theta": 5e5, "max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_theta": 5e5, "original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     ],
@@ -49,7 +59,10 @@ def test_every_spelling_of_yarn_is_one(rope):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', built: 'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, built: 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "rope_type 'longrope' is not built; known: default,"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1]}},
+            "rope_type 'longrope' is not built; known: default,",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' needs factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "swing": 3}}, "keys that are not understood: swing"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method is 'gptq'"),
@@ -68,7 +81,13 @@ def test_a_missing_key_is_named():
 
 
 def test_an_unknown_architecture_says_what_is_missing_and_what_is_strange():
-    config = {"model_type": "gemma9", "vocab_size": 8, "hidden_size": 8, "final_logit_softcapping": 30.0, "torch_dtype": "x"}
+    config = {
+        "model_type": "gemma9",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "final_logit_softcapping": 30.0,
+        "torch_dtype": "x",
+    }
     with pytest.raises(InputError) as caught:
         read(config)
     text = str(caught.value)
@@ -116,9 +135,8 @@ def test_a_family_without_its_sizes_lists_them():
 
 
 def test_a_recipe_may_extend_the_context():
-    section = ModelSection(preset="qwen2.5-0.5b", context_tokens="128k",
-                           rope_scaling={"type": "yarn", "factor": "4", "original_max_position_embeddings": "32768"})  # fmt: skip
-    model = describe(section)
+    scaling = {"type": "yarn", "factor": "4", "original_max_position_embeddings": "32768"}
+    model = describe(ModelSection(preset="qwen2.5-0.5b", context_tokens="128k", rope_scaling=scaling))
     assert model.context_tokens == 131_072
     assert dict(model.rope.scaling) == {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32_768}
 

@@ -1,4 +1,4 @@
-"""Other people's files: pickled .bin shards, DeepSeek's FP8 blocks, larger vocabularies, old names, zero-size tensors."""
+"""Other people's files: pickled .bin shards, DeepSeek's FP8 blocks, larger vocabularies, old names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cases.test_e20_names_and_layout_survive import random_tensors
+from tests.deepseek_tiny import tiny_deepseek
+from tests.tiny import tiny_model
 
 from tercet.errors import InputError
 from tercet.model.pickled import import_bin
 from tercet.model.weights import load_model, open_weights, save_folder
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
-from tests.cases.test_e20_names_and_layout_survive import random_tensors
-from tests.deepseek_tiny import tiny_deepseek
-from tests.tiny import tiny_model
 
 
 @pytest.fixture

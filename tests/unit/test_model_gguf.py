@@ -5,20 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.cases.test_e20_names_and_layout_survive import random_tensors
+from tests.tiny import tiny_model
 
 from tercet.errors import InputError
 from tercet.model.weights import load_model, save_folder
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
-from tests.cases.test_e20_names_and_layout_survive import random_tensors
-from tests.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's own permutation of Llama's query and key rows (convert_hf_to_gguf, `permute`)."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
 
 
 def write(path, spec, tensors, arch, quantised=False):
@@ -27,7 +29,7 @@ def write(path, spec, tensors, arch, quantised=False):
     writer.add_block_count(len(spec.layers))
     writer.add_context_length(spec.context_tokens)
     writer.add_embedding_length(spec.width)
-    writer.add_feed_forward_length(getattr(ffn, "experts", 0) and 64 or ffn.ffn)
+    writer.add_feed_forward_length((getattr(ffn, "experts", 0) and 64) or ffn.ffn)
     writer.add_head_count(attention.heads)
     writer.add_head_count_kv(attention.kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -66,12 +68,13 @@ def write(path, spec, tensors, arch, quantised=False):
 
 
 CASES = {
-    "llama": dict(),
-    "llama-tied-biases": dict(tied=True, kv_heads=1),
-    "qwen2": dict(family="qwen2"),
-    "qwen3": dict(family="qwen3", head_dim=16),
-    "qwen3moe": dict(family="qwen3_moe", head_dim=16, experts=4, experts_per_token=2, expert_ffn=8, normalize_experts=True),
-}
+    "llama": {},
+    "llama-tied-biases": {"tied": True, "kv_heads": 1},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3moe": {"family": "qwen3_moe", "head_dim": 16, "experts": 4, "experts_per_token": 2, "expert_ffn": 8,
+                 "normalize_experts": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(CASES))

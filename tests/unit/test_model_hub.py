@@ -11,14 +11,14 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 import torch
+from tests.cases.test_e20_names_and_layout_survive import random_tensors
+from tests.tiny import tiny_model
 
 from tercet.errors import InputError, TercetError
 from tercet.model import hub
 from tercet.model.hub import ensure_here, fetch
 from tercet.model.weights import load_model, save_folder
 from tercet.spec.recipe import ModelSection
-from tests.cases.test_e20_names_and_layout_survive import random_tensors
-from tests.tiny import tiny_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -60,14 +60,27 @@ class Server:
             tree = [{"type": "file", "path": n, "size": len(c), "oid": "x"} for n, c in self.files.items()]
             return self.send(request, 200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body)
         if path.startswith("/api/models/acme/tiny"):
-            siblings = [{"rfilename": n, "size": self.size_lie.get(n, len(c)), "blobId": "x"} for n, c in self.files.items()]
-            info = {"id": "acme/tiny", "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0}
+            siblings = [
+                {"rfilename": n, "size": self.size_lie.get(n, len(c)), "blobId": "x"} for n, c in self.files.items()
+            ]
+            info = {
+                "id": "acme/tiny",
+                "sha": COMMIT,
+                "siblings": siblings,
+                "tags": [],
+                "private": False,
+                "downloads": 0,
+            }
             return self.send(request, 200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
         if path == "/api/v1/models/acme/tiny/repo/files":
             listed = [{"Path": n, "Size": len(c), "Sha256": hashlib.sha256(c).hexdigest(), "Type": "blob"}
                       for n, c in self.files.items()]  # fmt: skip
             return self.send(request, 200, json.dumps({"Data": {"Files": listed}}).encode(), {}, body)
-        for prefix in (f"/acme/tiny/resolve/{COMMIT}/", "/acme/tiny/resolve/main/", "/models/acme/tiny/resolve/master/"):
+        for prefix in (
+            f"/acme/tiny/resolve/{COMMIT}/",
+            "/acme/tiny/resolve/main/",
+            "/models/acme/tiny/resolve/master/",
+        ):
             name = path.removeprefix(prefix)
             if path.startswith(prefix) and name in self.files:
                 return self.send_file(request, name, body)
@@ -75,7 +88,11 @@ class Server:
 
     def send_file(self, request, name, body):
         content = self.files[name]
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         status, begin = 200, 0
         wanted = request.headers.get("Range")
         if wanted:
@@ -119,7 +136,11 @@ def server(tmp_path, monkeypatch) -> Iterator[Server]:
 
 
 def gets(server):
-    return [(path.rpartition("/")[2], wanted) for verb, path, wanted in server.requests if verb == "GET" and "resolve" in path]
+    return [
+        (path.rpartition("/")[2], wanted)
+        for verb, path, wanted in server.requests
+        if verb == "GET" and "resolve" in path
+    ]
 
 
 @pytest.mark.parametrize("name", ["acme/tiny", "modelscope:acme/tiny"])

@@ -10,12 +10,20 @@ import typer
 def register(app: typer.Typer) -> None:
     @app.command()
     def fetch(
-        name: Annotated[str, typer.Argument(metavar="MODEL|FOLDER", help="owner/name, modelscope:owner/name, or a folder with .bin files.")],
+        name: Annotated[
+            str,
+            typer.Argument(
+                metavar="MODEL|FOLDER", help="owner/name, modelscope:owner/name, or a folder of .bin files."
+            ),
+        ],
         output: Annotated[str | None, typer.Option(help="Folder to write; default: the hub's cache.")] = None,
         revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
         token: Annotated[str | None, typer.Option(help="Access token; default: HF_TOKEN.")] = None,
         only_config: Annotated[bool, typer.Option(help="Config and tokenizer, no weights: enough to plan.")] = False,
-        from_bin: Annotated[bool, typer.Option("--import-bin", help="Read pickled .bin weights safely and write safetensors into --output.")] = False,
+        from_bin: Annotated[
+            bool,
+            typer.Option("--import-bin", help="Read pickled .bin weights safely, write safetensors into --output."),
+        ] = False,
     ) -> None:
         """Get a model once; interrupted downloads continue. Mirrors: HF_ENDPOINT."""
         typer.echo(run(name, output, revision, token, only_config, from_bin))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tercet.errors import InputError
 from tercet.model.decode import generate
-from tercet.model.weights import load_model
+from tercet.model.weights import load_model, model_place
 from tercet.spec.families import read_config
 
 
@@ -20,13 +20,15 @@ def generate_text(
     from transformers import AutoTokenizer
 
     path = Path(folder).expanduser()
-    if (path / "recipe.yaml").is_file():
-        if not (path / "model").is_dir():
-            raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
-        path = path / "model"
+    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
+        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+    path = model_place(folder)
     model = load_model(path)
+    inside = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent if inside else path), local_files_only=True, **inside
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"{path} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

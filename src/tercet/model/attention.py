@@ -6,6 +6,7 @@ Shape letters: B rows, T tokens, H query heads, K key-value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Documents:
     def of(cls, boundaries: Tensor, device: torch.device) -> Documents:
         """Read the borders once per batch, not once per layer: on a GPU each read waits for it."""
         edges = boundaries.tolist()
-        spans = tuple((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a)
+        spans = tuple((a, b) for a, b in pairwise(edges) if b > a)
         return cls(boundaries.to(device, torch.int32), spans, max(b - a for a, b in spans))
 
 

@@ -50,9 +50,7 @@ class LatentAttention(nn.Module):
                 latent = torch.cat((cache["latent"], latent), 1)
                 k_rope = torch.cat((cache["k_rope"], k_rope), 1)
             cache["latent"], cache["k_rope"] = latent, k_rope
-        k_nope, v = (
-            self.kv_b_proj(latent).view(*latent.shape[:2], s.heads, -1).split((s.nope_dim, s.value_dim), dim=-1)
-        )
+        k_nope, v = self.kv_b_proj(latent).view(*latent.shape[:2], s.heads, -1).split((s.nope_dim, s.value_dim), dim=-1)
         q = torch.cat((q_nope, self._turn(q_rope, table)), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, s.heads, -1)), dim=-1)
         return self.o_proj(attend(q, k, v, documents, self.scale).flatten(2))

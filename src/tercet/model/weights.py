@@ -134,9 +134,7 @@ def save_folder(
     write_shards(folder, _as_stored(spec, tensors, dtype), shard_bytes)
 
 
-def _as_stored(
-    spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _as_stored(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (name on disk, CPU tensor): experts apart, copies of embedding and head, buffers in fp32."""
     described = {t.name: t for t in (*spec.tensors(), *spec.buffers())}
     copies: dict[str, list[str]] = {}

@@ -6,7 +6,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from tercet.errors import InputError
 from tercet.model.weights import DTYPES, save_folder, stored_weights
 from tercet.parallel.world import World
 from tercet.spec.families import describe
+from tercet.spec.families.where import tokenizer_place
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import FORMAT, RunFolder
@@ -90,7 +90,7 @@ def prepare_data(recipe: Recipe, say: Callable[[str], None], console: Console | 
         return prepare(
             recipe.data,
             vocabulary=describe(recipe.model).vocabulary,
-            model_tokenizer=Path(path).expanduser() if path else None,
+            model_tokenizer=tokenizer_place(path),
             seed=recipe.train.seed,
             say=say,
             progress=bar,
@@ -118,7 +118,7 @@ def _sayer(console: Console | None) -> Callable[[str], None]:
 def _engine(recipe: Recipe, spec: Model, strategy: Strategy, prepared: Prepared, world: World) -> Engine:
     weights = None
     if recipe.model.path is not None and recipe.model.init != "random":
-        weights = stored_weights(Path(recipe.model.path).expanduser(), spec)
+        weights = stored_weights(recipe.model.path, spec)
     elif recipe.model.init == "pretrained":
         raise InputError(
             "model.init is pretrained but the model is a preset, which has no weights",

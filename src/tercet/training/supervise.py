@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from tercet.errors import InputError, InterruptedRun, NotLegalError, TercetError
+from tercet.model.hub import ensure_here
 from tercet.spec.families import describe
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run, read_json
@@ -111,6 +112,7 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
 
     if why := not_built(recipe):
         raise NotLegalError(why)
+    ensure_here(recipe.model, say)
     model, work = describe(recipe.model), Work.of(recipe)
     plan, strategy = plan_for_run(recipe, ranks)
     if why := why_not(model, strategy, work):

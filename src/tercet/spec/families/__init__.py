@@ -68,7 +68,9 @@ def _unknown(config: dict[str, Any], kind: Any, source: str) -> str:
     understood = {*_NEEDED, *_HARMLESS, "rope_scaling", "rope_parameters", "rope_theta", "rms_norm_eps"}
     for family, module in FAMILIES.items():
         understood |= set(module.to_hf(_smallest(family, module)))
-    strange = [key for key in config if key not in understood and not key.endswith("_token_id") and config[key] is not None]
+    strange = [
+        key for key in config if key not in understood and not key.endswith("_token_id") and config[key] is not None
+    ]
     missing = [key for key in _NEEDED if key not in config]
     words = [f"{source}: model_type {kind!r} is not one that Tercet builds{nearest(str(kind), FAMILIES)}"]
     if missing:

@@ -31,7 +31,11 @@ def rope_sizes(config: Config) -> Sizes:
     if any(isinstance(value, Mapping) for value in section.values()):
         raise InputError("rope_parameters differ from layer to layer; one rotary embedding for all layers is built")
     theta = section.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    if (part := section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+    if (part := section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")) not in (
+        None,
+        1,
+        1.0,
+    ):
         raise InputError(f"partial_rotary_factor is {part}; rotation of a part of each head is not built")
     kind = section.pop("rope_type", None) or section.get("type") or "default"
     section.pop("type", None)

@@ -264,7 +264,10 @@ def to_hf(model: Model) -> dict[str, Any]:
                     "num_nextn_predict_layers": len(model.mtp)}  # fmt: skip
         else:
             grouped = gate.groups > 1
-            own |= {"topk_method": "group_limited_greedy" if grouped else "greedy", "mlp_bias": bool(dense and dense.bias)}
+            own |= {
+                "topk_method": "group_limited_greedy" if grouped else "greedy",
+                "mlp_bias": bool(dense and dense.bias),
+            }
     else:
         own["head_dim"] = attention.head_dim
     return {**shared_to_hf(model, ARCHITECTURES[model.family]), **own}

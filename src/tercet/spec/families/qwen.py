@@ -87,7 +87,11 @@ def build(sizes: Sizes, name: str = "") -> Model:
 
 
 def _feedforward(sizes: Sizes, family: str, n: int) -> Block:
-    if family != "qwen3_moe" or n in (sizes.get("dense_layer_numbers") or ()) or (n + 1) % (sizes.get("sparse_step") or 1):
+    if (
+        family != "qwen3_moe"
+        or n in (sizes.get("dense_layer_numbers") or ())
+        or (n + 1) % (sizes.get("sparse_step") or 1)
+    ):
         return SwiGLU(sizes["ffn"])
     need(sizes, ("experts", "experts_per_token", "expert_ffn"), family)
     gate = Gate(normalize=bool(sizes.get("normalize_experts", False)))

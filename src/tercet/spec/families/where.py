@@ -33,6 +33,11 @@ def locate(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def tokenizer_place(name: str | None) -> Path | None:
+    """Return what a model's own tokenizer is read from; a hub name stays a name until it is here."""
+    return None if name is None else locate(name) or Path(name)
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether a text has the form owner/name."""
     owner, slash, repository = name.partition("/")
