@@ -6,7 +6,6 @@ reduces and updates. What stays ours: the loss rule, the learning rate, random n
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.engine import MicroBatch, StepResult, Terms
-from tercet.engine.deepspeed_build import adam_is_ready
+from tercet.engine.deepspeed_build import adam_is_ready, require_deepspeed, search_path
 from tercet.engine.deepspeed_config import deepspeed_config
 from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
@@ -76,7 +75,7 @@ class DeepSpeedEngine:
         )  # fmt: skip
         ds = import_deepspeed()
         _join(world, ds)
-        with _quiet():
+        with _quiet(), _uncompiled():
             self.module = self._build(ds, weights)
             self.engine = self._initialize(ds, optim)
         self._names = {p: name for name, p in self.module.named_parameters()}
@@ -323,12 +322,9 @@ class DeepSpeedEngine:
 
 def import_deepspeed() -> Any:
     """Return the library, kept quiet. Raises InputError with the way to install it."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise InputError(
-            "strategy.engine is deepspeed, but DeepSpeed is not installed",
-            'Install it with: pip install "tercet[deepspeed]"; or set strategy.engine=native.',
-        )
-    with _quiet():
+    require_deepspeed()
+    os.environ["PATH"] = search_path()  # its compiled parts ask ninja at every start
+    with _quiet(), _uncompiled():
         import deepspeed
         import deepspeed.ops
 
@@ -357,3 +353,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(logging.WARNING)  # its import sets the level itself
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let its modules load without torch.compile: an optimizer that is not used here would load all of Inductor."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+        else:
+            os.environ["TORCHDYNAMO_DISABLE"] = before

@@ -36,6 +36,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def ds_config(self) -> Path:
+        return self.path / "ds_config.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -60,6 +60,8 @@ def run_rank(
             parameters=spec.parameters, total_steps=total_steps, data=prepared.key, versions=_versions(),
         )  # fmt: skip
         write_json(run.path / "data.json", prepared.report)
+        if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
+            write_json(run.ds_config, config)
     checkpoints = Checkpoints(
         run, world, recipe.output.keep, recipe.output.disk_full, spec.parameters * BYTES_PER_SAVED_PARAMETER,
         record.say if record else lambda text: None, lambda: stop.requested,
@@ -126,7 +128,7 @@ def _engine(recipe: Recipe, spec: Model, strategy: Strategy, prepared: Prepared,
         )
     return open_engine(
         spec, strategy, recipe.optim, recipe.train.precision, world, seed=recipe.train.seed, weights=weights,
-        vocabulary=prepared.vocabulary, stop_ids=(prepared.eos_id,),
+        vocabulary=prepared.vocabulary, stop_ids=(prepared.eos_id,), batch_sequences=recipe.train.batch_sequences,
     )  # fmt: skip
 
 

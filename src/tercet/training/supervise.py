@@ -117,6 +117,10 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
     plan, strategy = plan_for_run(recipe, ranks)
     if why := why_not(model, strategy, work):
         raise NotLegalError(why)
+    if strategy.engine == "deepspeed":
+        from tercet.engine import deepspeed_build
+
+        deepspeed_build.prepare(strategy.offload_optimizer, say)
     accumulation = strategy.accumulation(work.batch_sequences)
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
