@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup demo test test-slow check bench gpu-check schema clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+# From raw text to a trained model: three processes without a GPU, the cards with them.
+demo: setup
+	$(BIN)/tercet train first-light
+	@echo 'next: $(BIN)/tercet generate runs/first-light-1 "The for statement"'
+
+test: setup
+	$(BIN)/python -m pytest
+
+# Minutes long, or needs root, a browser, a compiler or a download; what cannot run here skips with its reason.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow -rs
+
+check: setup
+	$(BIN)/ruff check src tests bench
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python bench/train_speed.py
+	$(BIN)/python bench/prepare_speed.py
+	$(BIN)/python bench/plan_truth.py bench/measurements.json
+
+# For owners of one to eight cards: at most ten minutes, writes bench/<machine>.md to send back.
+gpu-check: setup
+	$(BIN)/python bench/gpu_check.py
+
+schema: setup
+	$(BIN)/python -c "import json; from tercet.spec.recipe import json_schema; print(json.dumps(json_schema(), indent=2))" > docs/reference/recipe.schema.json
+
+clean:
+	rm -rf $(VENV) runs build dist

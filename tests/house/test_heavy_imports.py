@@ -1,0 +1,37 @@
+"""What must answer at once loads neither torch nor transformers: help, plan, report, the package itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import sys
+sys.argv = ["tercet"] + {arguments!r}
+from tercet.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code in (None, 0, 3), end.code  # 3: nothing fits, which is an answer too
+heavy = [m for m in ("torch", "transformers", "tokenizers", "pyarrow", "plotly", "tensorboard") if m in sys.modules]
+print("HEAVY", heavy)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["plan", "first-light"], ["plan", "deepseek-llm-7b", "--gpus", "3x4090"]]
+)
+def test_no_heavy_import(arguments, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(arguments=arguments)], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, tercet; print([m for m in ('torch', 'pydantic', 'typer') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
