@@ -10,6 +10,9 @@ cache; the sides take turns, and the medians of their times are compared. Import
   its Arrow cache; nothing is checked or packed.
 - datasets load + map: the same with reading the file through `load_dataset("json")`.
 
+Processor seconds are those of the whole process tree between the same two moments (for datasets: map alone); they
+change less than times when something else is running.
+
 So the second row favours datasets: it leaves out what prepare does besides. On a small text the start of the two
 worker processes weighs on it; --megabytes shows how that changes with size.
 """
@@ -55,7 +58,13 @@ def write_rows(text: str, path: Path, megabytes: float, characters: int) -> int:
 
 
 # Each side as the program of a fresh process; prints seconds and tokens as JSON.
-TERCET = """
+CPU = """
+import resource
+def cpu():
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+"""
+TERCET = CPU + """
 import json, sys, time
 from tercet.data.prepare import prepare
 from tercet.spec.recipe import DataSection
@@ -64,18 +73,19 @@ rows, words, cache = sys.argv[1:]
 data = DataSection.model_validate({"train": rows, "tokenizer": words, "sequence_tokens": TOKENS,
                                    "long_rows": "split", "cache": cache})
 phases = {}
+used = cpu()
 begin = time.perf_counter()
 def progress(done, total, phase):
     now = time.perf_counter() - begin
     phases.setdefault(phase, [now, now])[1] = now
 found = prepare(data, vocabulary=None, model_tokenizer=None, seed=0, progress=progress)
-seconds = time.perf_counter() - begin
+seconds, used = time.perf_counter() - begin, cpu() - used
 assert not found.hit
 ends = {p: round(b - a, 3) for p, (a, b) in phases.items()}
-print(json.dumps({"seconds": seconds, "tokens": found.report["tokens"]["train"], "phases": ends}))
+print(json.dumps({"seconds": seconds, "cpu": used, "tokens": found.report["tokens"]["train"], "phases": ends}))
 """.replace("TOKENS", str(TOKENS))
 
-DATASETS = """
+DATASETS = CPU + """
 import json, os, sys, time
 rows, words, cache = sys.argv[1:]
 os.environ["HF_DATASETS_CACHE"] = cache
@@ -88,11 +98,11 @@ def encode(batch):
     return {"input_ids": [ids + [end] for ids in tokenizer(batch["text"])["input_ids"]]}
 begin = time.perf_counter()
 found = datasets.load_dataset("json", data_files=rows, split="train", cache_dir=cache)
-loaded = time.perf_counter()
+loaded, used = time.perf_counter(), cpu()
 found = found.map(encode, batched=True, num_proc=2, remove_columns=["text"])
-done = time.perf_counter()
+done, used = time.perf_counter(), cpu() - used
 tokens = sum(len(row) for batch in found.iter(1000) for row in batch["input_ids"])
-print(json.dumps({"seconds": done - loaded, "with_load": done - begin, "tokens": tokens}))
+print(json.dumps({"seconds": done - loaded, "cpu": used, "with_load": done - begin, "tokens": tokens}))
 """
 
 
@@ -131,18 +141,20 @@ def main() -> None:
         sys.exit(f"the two sides do not make the same tokens: {sorted(tokens)}")
     print(f"{size:.1f} MB, {count} rows, {tokens.pop()} tokens on both sides, {os.cpu_count()} cores,", end=" ")
     print(f"{options.runs} runs")
-    show("tercet prepare (all of it)", [r["seconds"] for r in ours], size, None)
     base = statistics.median(r["seconds"] for r in ours)
-    show("datasets.map alone", [r["seconds"] for r in theirs], size, base)
-    show("datasets load + map", [r["with_load"] for r in theirs], size, base)
+    show("tercet prepare (all of it)", ours, "seconds", size, base)
+    show("datasets.map alone", theirs, "seconds", size, base)
+    show("datasets load + map", theirs, "with_load", size, base)
+    used = [statistics.median(r["cpu"] for r in side) for side in (ours, theirs)]
+    print(f"processor seconds: {used[0]:.2f} tercet, {used[1]:.2f} datasets.map: {used[1] / used[0]:.2f} x")
     print("phases of prepare, last run:", ", ".join(f"{p} {s} s" for p, s in ours[-1]["phases"].items()))
 
 
-def show(name: str, seconds: list[float], size: float, base: float | None) -> None:
+def show(name: str, runs: list[dict[str, float]], key: str, size: float, base: float) -> None:
+    seconds = [r[key] for r in runs]
     middle = statistics.median(seconds)
-    ratio = f"{middle / base:5.2f} x tercet's time" if base else ""
     spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-    print(f"{name:<28}{middle:7.2f} s ({spread})  {size / middle:6.2f} MB/s  {ratio}")
+    print(f"{name:<28}{middle:7.2f} s ({spread})  {size / middle:6.2f} MB/s  {middle / base:5.2f} x tercet's time")
 
 
 if __name__ == "__main__":

@@ -89,10 +89,28 @@ ALPHABET = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 def test_the_ids_are_those_of_the_whole(backends, name, batches):
     backend = backends[name]
-    fast = words.Words(whole(backend), OLDER if name == "older" else SPACES_ONLY)
+    pattern = OLDER if name == "older" else SPACES_ONLY
+    fast = words.Words(whole(backend), pattern, words.token_bytes(backend))
     for batch in batches:
         expected = [i.tolist() for i in whole(backend)(batch)]
         assert [i.tolist() for i in fast.encode(batch)] == expected
+
+
+def test_new_units_are_encoded_together(backends):
+    """Hundreds of units in a handful of calls, with the ids that each has alone."""
+    backend, calls = backends["older"], []
+
+    def encode(texts):
+        calls.append(len(texts))
+        return whole(backend)(texts)
+
+    fast = words.Words(encode, OLDER, words.token_bytes(backend))
+    fast._compare = lambda texts, found: None
+    texts = [sentence(n, 40) for n in range(100, 160)]
+    found = fast.encode(texts)
+    assert [i.tolist() for i in found] == [i.tolist() for i in whole(backend)(texts)]
+    assert fast._count > 1500 and sum(calls) < fast._count / 4
+    assert words.token_bytes(backends["newer"]) is None  # NFC: bytes of the tokens are not those of the text
 
 
 def test_words_are_encoded_once_and_the_memory_is_bounded(backends, monkeypatch):

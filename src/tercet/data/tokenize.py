@@ -21,7 +21,7 @@ import numpy as np
 from tercet.data.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
-BATCH_CHARACTERS = 1 << 21
+BATCH_CHARACTERS = 1 << 20
 BATCH_PARTS = 1 << 13
 _WINDOW = 256  # characters looked at on each side of a cut
 _EDGE = 64  # of these, the outermost: the window cuts words there, so their tokens prove nothing

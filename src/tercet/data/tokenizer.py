@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tercet.data.words import Words, unit_pattern
+from tercet.data.words import Words, token_bytes, unit_pattern
 from tercet.errors import InputError
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
@@ -95,7 +95,7 @@ class Tokenizer:
     @cached_property
     def _words(self) -> Words | None:
         pattern = unit_pattern(self.backend)
-        return None if pattern is None else Words(self._encode_whole, pattern)
+        return None if pattern is None else Words(self._encode_whole, pattern, token_bytes(self.backend))
 
     def _encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self.backend.encode_batch_fast(texts, add_special_tokens=False)

@@ -33,6 +33,7 @@ _LONGEST_UNIT = 100  # characters; longer ones hardly come twice
 _WORTH_CHARACTERS = 24  # characters a unit, above which looking up gains nothing (scripts without spaces)
 _CHECKED_CHARACTERS = 1 << 14
 _REST_BATCHES = 8
+_TOGETHER = 512  # new units encoded as one text
 # Parts of a pattern by which a match depends on what stands before it, or on the end of the text. Looked
 # for after escaped characters other than these, and then sets in brackets, have been taken out.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKzZ]|\^|\$")
@@ -65,6 +66,19 @@ def unit_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
         return all(pieces(t) == list(chain.from_iterable(map(pieces, pattern.findall(t)))) for t in _trials())
 
     return next(filter(separate, _UNITS), None)
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> np.ndarray | None:
+    """Return how many bytes of text each id stands for (int64), or None when that cannot be told."""
+    byte_level = any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer))
+    if not byte_level or _steps(backend.normalizer):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = np.zeros(max(vocabulary.values()) + 1, np.int64)
+    table[list(vocabulary.values())] = list(map(len, vocabulary))  # one character a byte
+    for index, token in backend.get_added_tokens_decoder().items():
+        table[index] = len(token.content.encode())
+    return table
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
@@ -103,10 +117,18 @@ def _trials() -> Iterator[str]:
 
 
 class Words:
-    """The encoder. `encode` takes texts to lists of ids as the tokenizer would, and remembers units."""
+    """The encoder. `encode` takes texts to lists of ids as the tokenizer would, and remembers units.
 
-    def __init__(self, encode: Callable[[Sequence[str]], list[np.ndarray]], pattern: re.Pattern[str]):
-        self._encode, self._units = encode, pattern.findall
+    With `sizes` (see `token_bytes`) new units are encoded many at a time, which is faster than one by one.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[str]], list[np.ndarray]],
+        pattern: re.Pattern[str],
+        sizes: np.ndarray | None = None,
+    ):
+        self._encode, self._units, self._sizes = encode, pattern.findall, sizes
         self._lock = Lock()  # a batch and a joint may be encoded at the same time
         self._rest = 0  # batches to come that are encoded whole
         self._turn = 0
@@ -142,7 +164,8 @@ class Words:
         new = [u for u in dict.fromkeys(everything) if u not in self._known]
         if self._known and sum(map(len, new)) * 2 > size:
             self._rest = _REST_BATCHES  # few words came before: leave it for a while
-        new.sort(key=lambda u: len(u) > _LONGEST_UNIT)  # long ones last, to be forgotten again
+        # Long ones last, to be forgotten again; first those that may stand behind one another.
+        new.sort(key=lambda u: 2 if len(u) > _LONGEST_UNIT else not u[0].isspace() or u[-1].isspace())
         self._learn(new)
         index = np.fromiter(map(self._known.__getitem__, everything), np.int64, len(everything))
         starts = self._starts[index]
@@ -159,15 +182,35 @@ class Words:
     def _learn(self, new: list[str]) -> None:
         if not new:
             return
-        encoded = self._encode(new)
+        parts = self._encode_groups([new[n : n + _TOGETHER] for n in range(0, len(new), _TOGETHER)])
         first = int(self._starts[self._count])
-        starts = first + np.cumsum([e.size for e in encoded], dtype=np.int64)
+        starts = first + np.cumsum(np.concatenate([counts for _, counts in parts]))
         self._ids = _grown(self._ids, int(starts[-1]))
-        self._ids[first : starts[-1]] = np.concatenate(encoded)
+        self._ids[first : starts[-1]] = np.concatenate([ids for ids, _ in parts])
         self._starts = _grown(self._starts, self._count + len(new) + 1)
         self._starts[self._count + 1 : self._count + len(new) + 1] = starts
         self._known.update(zip(new, range(self._count, self._count + len(new)), strict=True))
         self._count += len(new)
+
+    def _encode_groups(self, groups: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return, per group, (ids of all its units one after another, how many each has)."""
+        texts = ["".join(g) for g in groups]
+        together = [self._sizes is not None and self._units(t) == g for t, g in zip(texts, groups, strict=True)]
+        encoded = iter(self._encode([t for t, good in zip(texts, together, strict=True) if good]))
+        parts = [self._apart(g, next(encoded)) if good else None for g, good in zip(groups, together, strict=True)]
+        alone = [u for g, part in zip(groups, parts, strict=True) if part is None for u in g]
+        single = iter(self._encode(alone) if alone else [])
+        return [part or _joined([next(single) for _ in g]) for g, part in zip(groups, parts, strict=True)]
+
+    def _apart(self, group: list[str], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the ids of units encoded as one text, and how many each has; None when a token lies across two."""
+        assert self._sizes is not None
+        ends = np.cumsum([len(u) if u.isascii() else len(u.encode()) for u in group])
+        reached = np.cumsum(self._sizes[ids])
+        last = np.searchsorted(reached, ends)
+        if not reached.size or reached[-1] != ends[-1] or not np.array_equal(reached[last], ends):
+            return None
+        return ids, np.diff(last, prepend=-1)
 
     def _compare(self, texts: Sequence[str], found: list[np.ndarray]) -> None:
         """Encode one text of the batch as a whole as well; they take turns."""
@@ -181,6 +224,10 @@ class Words:
                 f"the tokenizer reads this text differently in words and as a whole: {texts[n][:200]!r}",
                 "This is a fault of Tercet; please report it with the name of the tokenizer.",
             )
+
+
+def _joined(encoded: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate(encoded), np.array([e.size for e in encoded], np.int64)
 
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
