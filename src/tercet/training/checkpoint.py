@@ -119,7 +119,7 @@ class Checkpoints:
         self.finish()
         what = f"the checkpoint of step {state['step']}"
         while True:
-            self._wait_for_space(what)
+            self.wait_for_space(what, self._needed_bytes)
             self._temporary = self._run.checkpoints / f".step-{state['step']:06d}.tmp"
             if self._world.rank == 0:
                 self._make_temporary(self._temporary)
@@ -130,7 +130,7 @@ class Checkpoints:
             if self.finish():
                 return
             self._say(f"disk full: {what} was given up in the middle; trying again")
-            self._pause(what)
+            self._pause(what, self._needed_bytes)
 
     def _make_temporary(self, folder: Path) -> None:
         self._run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class Checkpoints:
             if any(p != "full" for p in problems):
                 raise TercetError(f"the checkpoint of step {state['step']} could not be written: {problems[0]}")
             if self._disk_full == "stop":
-                self._raise_full(f"the checkpoint of step {state['step']}")
+                self._raise_full(f"the checkpoint of step {state['step']}", self._needed_bytes)
             return False
         if self._world.rank == 0:
             self._publish(temporary, {k: v for part, _ in outcomes for k, v in part.items()}, state)
@@ -198,31 +198,29 @@ class Checkpoints:
                 folder.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
-    def _wait_for_space(self, what: str) -> None:
+    def wait_for_space(self, what: str, needed_bytes: int) -> None:
+        """Return when the disk has room for `what`; by output.disk_full wait for it or raise TercetError."""
         said = False
-        while self._world.any(shutil.disk_usage(self._run.path).free < self._needed_bytes):
+        while self._world.any(shutil.disk_usage(self._run.path).free < needed_bytes):
             if self._disk_full == "stop":
-                self._raise_full(what)
+                self._raise_full(what, needed_bytes)
             if not said:
-                self._say(f"{self._full(what)}; waiting until there is space (Ctrl-C stops without saving)")
+                self._say(f"{self._full(what, needed_bytes)}; waiting until there is space (Ctrl-C stops without saving)")
                 said = True
-            self._pause(what)
+            self._pause(what, needed_bytes)
 
-    def _pause(self, what: str) -> None:
+    def _pause(self, what: str, needed_bytes: int) -> None:
         if self._world.any(self._stop_requested()):
-            self._raise_full(what)
+            self._raise_full(what, needed_bytes)
         time.sleep(POLL_SECONDS)
 
-    def _full(self, what: str) -> str:
+    def _full(self, what: str, needed_bytes: int) -> str:
         free = shutil.disk_usage(self._run.path).free
-        return (
-            f"disk full: {what} needs {show_bytes(self._needed_bytes)}, "
-            f"{show_bytes(free)} are free in {self._run.path}"
-        )
+        return f"disk full: {what} needs {show_bytes(needed_bytes)}, {show_bytes(free)} are free in {self._run.path}"
 
-    def _raise_full(self, what: str) -> None:
+    def _raise_full(self, what: str, needed_bytes: int) -> None:
         raise TercetError(
-            self._full(what),
+            self._full(what, needed_bytes),
             f"Earlier checkpoints are unharmed. Free some space, then: tercet train --resume {self._run.path}",
         )
 

@@ -77,6 +77,7 @@ def run_rank(
     try:
         loop.run()
         at(progress.step, [])
+        checkpoints.wait_for_space("the trained model", spec.parameters * DTYPES[_model_dtype(recipe)].itemsize)
         _write_model(recipe, run, spec, prepared, engine, world)
         _summarise(run, world, engine, progress, record, time.time() - begin)
     finally:
@@ -178,11 +179,14 @@ def _sampler(
     return sample
 
 
+def _model_dtype(recipe: Recipe) -> str:
+    return recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
+
+
 def _write_model(
     recipe: Recipe, run: RunFolder, spec: Model, prepared: Prepared, engine: Engine, world: World
 ) -> None:
     """Write RUN/model, tensor by tensor through rank 0, under a temporary name until it is whole."""
-    name = recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
     if world.rank > 0:
         for _ in engine.weights():  # takes part in the gathering
             pass
@@ -190,7 +194,7 @@ def _write_model(
     temporary = run.path / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     ids = {"eos": prepared.eos_id, "bos": prepared.bos_id, "pad": prepared.pad_id}
-    save_folder(temporary, spec, engine.weights(), DTYPES[name], prepared.tokenizer_folder, ids)
+    save_folder(temporary, spec, engine.weights(), DTYPES[_model_dtype(recipe)], prepared.tokenizer_folder, ids)
     shutil.rmtree(run.model, ignore_errors=True)
     temporary.rename(run.model)
 
