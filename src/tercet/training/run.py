@@ -220,7 +220,6 @@ def _summarise(
         "seconds": seconds,
         "ranks": world.size,
         "device": world.device.type,
-        "device": world.device.type,
         "peak_bytes_per_rank": [peak for peak, _ in memory],
         "memory": {moment: [m[moment] for _, m in memory] for moment in ("between_steps", "peak")},
         "versions": _versions(),
