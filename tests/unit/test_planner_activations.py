@@ -53,7 +53,5 @@ def test_a_layer_keeps_what_the_description_says(dtype, size, sizes):
 def test_recomputing_keeps_less_level_by_level():
     counts = Counts(tiny_model())
     job = Job(ranks=1, micro_batch=1, sequence=64)
-    none, selective, full = (
-        layer_bytes(counts, counts.kinds[0], job, r) for r in ("none", "selective", "full")
-    )
+    none, selective, full = (layer_bytes(counts, counts.kinds[0], job, r) for r in ("none", "selective", "full"))
     assert none > selective > full == 2 * 32

@@ -26,9 +26,7 @@ LEDGER = {"weights", "master", "gradients", "optimizer", "activations", "logits"
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan(
-        "llama-1.2b-32k", [], gpus="3x4090", links="x16,x8,x4", host_ram="64GB", price=0.4, kwh_price=0.3
-    )
+    return plan("llama-1.2b-32k", [], gpus="3x4090", links="x16,x8,x4", host_ram="64GB", price=0.4, kwh_price=0.3)
 
 
 def test_the_shape_that_scripts_read(answer):
@@ -94,7 +92,7 @@ def test_a_refusal_may_name_shorter_sequences_or_more_cards():
     assert tokens < 65536
     assert plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full", model_longer], gpus="3x4060 Ti",
                 sequence=str(tokens), batch="3")["strategies"]  # fmt: skip
-    large = plan("deepseek-llm-7b", [], gpus="3x4090")
+    large = plan("deepseek-llm-7b", ["strategy=zero3"], gpus="3x4090")
     assert not large["strategies"]
     (why,) = large["refused"][0]["why"]
     cards = int(why.split("; ")[1].split()[0])
@@ -109,15 +107,29 @@ def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
     assert any("of host RAM" in w and "more needed" in w for r in known["refused"] for w in r["why"])
 
 
+def test_the_host_is_used_where_cards_are_too_small():
+    found = plan("deepseek-llm-7b", [], gpus="3x4090")
+    best = found["strategies"][0]
+    assert best["strategy"]["engine"] == "deepspeed" and "optimizer" in best["offload"]
+    states = 12 * found["model"]["parameters"]
+    assert best["host"]["states"] >= states and best["card_bytes"] <= best["usable_bytes"]
+    enough = plan("deepseek-llm-7b", [], gpus="3x4090", host_ram="256GB")
+    assert [s["name"] for s in enough["strategies"]] == [s["name"] for s in found["strategies"]]
+    small = plan("deepseek-llm-7b", [], gpus="3x4090", host_ram="64GB")
+    assert not small["strategies"]
+    assert any("more host RAM" in w or "of host RAM" in w for r in small["refused"] for w in r["why"])
+    # Where the cards suffice, or the user has said how, nobody is sent to another engine.
+    fixed = plan("llama-1.2b-32k", ["strategy=zero2"], gpus="3x4090")
+    assert {s["strategy"]["engine"] for s in fixed["strategies"]} == {"native"}
+
+
 def test_what_is_fixed_stays_fixed():
     fixed = plan(
         "llama-1.2b-32k",
         ["strategy=zero2", "strategy.micro_batch=4", "strategy.recompute=full"],
         gpus="3x4090",
     )
-    assert [(s["strategy"]["zero"], s["micro_batch"], s["recompute"]) for s in fixed["strategies"]] == [
-        (2, 4, "full")
-    ]
+    assert [(s["strategy"]["zero"], s["micro_batch"], s["recompute"]) for s in fixed["strategies"]] == [(2, 4, "full")]
     assert fixed["work"]["batch_sequences"] == 96
 
 
@@ -155,9 +167,7 @@ def test_bad_input_names_what_would_do(name, machine, words):
 
 
 def test_an_unknown_architecture_says_which_keys(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "mamba", "vocab_size": 5, "state_size": 16})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 5, "state_size": 16}))
     with pytest.raises(InputError) as caught:
         plan(str(tmp_path), [], gpus="1x4090")
     for word in ("mamba", "hidden_size", "state_size"):

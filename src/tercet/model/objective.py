@@ -39,6 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad = grad.to(hidden.dtype)
                 grad_hidden[part] = grad @ weight
                 grad_weight += grad.T @ h
+            logits = grad = None  # before the next chunk's are made: two chunks would be held at once
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 

@@ -6,6 +6,7 @@ Only here does the planner read a recipe; search, ledger and clock see its parts
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,7 @@ def plan(
         where = f"cards: this machine's, {machine.describe()}"
         if machine.measured:
             where += f", measured by tercet doctor ({machine_file()})"
-        assumed.insert(
-            0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else "")
-        )
+        assumed.insert(0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else ""))
     if machine.host_bytes is None:
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
@@ -85,7 +84,7 @@ def choose(recipe: Recipe, machine: Machine, ranks: int) -> tuple[Strategy, dict
     What the recipe's strategy section fixes stays fixed. Raises NotLegalError with one sentence per reason when
     nothing fits or something asked for is not built.
     """
-    answer = answer_for(recipe, machine.with_ranks(ranks))
+    answer = answer_for(recipe, machine.with_ranks(ranks), deepspeed=find_spec("deepspeed") is not None)
     if not answer["strategies"]:
         why = [f"{r['name']}: {w}" if r["name"] else w for r in answer["refused"][:4] for w in r["why"]]
         raise NotLegalError(why or ["no strategy is legal"])
@@ -161,16 +160,20 @@ def is_recipe(name: str | Path) -> bool:
 
 
 def answer_for(
-    recipe: Recipe, machine: Machine, price: float | None = None, kwh_price: float | None = None
+    recipe: Recipe,
+    machine: Machine,
+    price: float | None = None,
+    kwh_price: float | None = None,
+    deepspeed: bool = True,
 ) -> dict[str, Any]:
-    """Return the answer for a recipe on a machine."""
+    """Return the answer for a recipe on a machine. `deepspeed`: whether its engine may be chosen unasked."""
     model = describe(recipe.model)
     counts, work = Counts(model), Work.of(recipe)
     search = Search(counts, work, machine, load())
     missing = not_built(recipe) + formats(work, machine)
     section = recipe.strategy
     ranks = machine.ranks if section.data == "auto" else min(section.data, machine.ranks)
-    found = None if missing else search.run(section, ranks)
+    found = None if missing else search.run(section, ranks, deepspeed)
     strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
     refused = [
         {"name": label(r.strategy), "strategy": asdict(r.strategy), "why": r.why}
@@ -227,13 +230,13 @@ def would_need(search: Search, strategy: Strategy) -> dict[str, Any]:
 def label(strategy: Strategy) -> str:
     """Return a strategy's name as the table shows it: zero2, zero3 once, ddp full, …"""
     words = [strategy.name]
-    if strategy.zero >= 2 and strategy.ranks > 1 and strategy.reduce_gradients == "once_per_step":
+    if strategy.engine == "native" and strategy.zero == 3 and strategy.reduce_gradients == "once_per_step":
         words.append("reduced once")
     if strategy.recompute != "none":
         words.append(f"recompute {strategy.recompute}")
-    for what in ("optimizer", "weights", "activations"):
-        if getattr(strategy, f"offload_{what}") != "none":
-            words.append(f"{what} on the host")
+    away = [w for w in ("optimizer", "weights", "activations") if getattr(strategy, f"offload_{w}") != "none"]
+    if away:
+        words.append(f"{' + '.join(away)} on host")
     if strategy.compile:
         words.append("compiled")
     return ", ".join(words)
@@ -356,6 +359,8 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
                 f"train.batch_sequences {work.batch_sequences} leaves {idle} places of the last micro-batches empty "
                 f"(computed, weighing nothing); {below} or {above} leave none"
             )
+    if any(c.strategy.engine == "deepspeed" for c in fits[:SHOWN]) and find_spec("deepspeed") is None:
+        found.append("engine deepspeed needs an install that is not here: pip install 'tercet[deepspeed]'")
     gain = fp8_gain(machine)
     if gain and work.precision == "bf16" and machine.card:
         found.append(
@@ -374,9 +379,7 @@ def _against_one(search: Search, best: Candidate, recipe: Recipe, ranks: int) ->
         return []
     factor = best.tokens_per_second / alone[0].tokens_per_second
     if factor < 1:
-        return [
-            f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"
-        ]
+        return [f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"]
     return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
 
 

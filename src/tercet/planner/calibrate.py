@@ -94,9 +94,7 @@ def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
     return np.array([e for r in rows for e in r.errors(constants)])
 
 
-def leave_one_out(
-    rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None
-) -> dict[str, Prediction]:
+def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
     """Predict each row with constants fitted on all the others (in-domain figure)."""
     found = {}
     for n, row in enumerate(rows):

@@ -143,11 +143,7 @@ def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants
     attention = flops * (1 + again + ATTENTION_BACKWARD) / speed.attention
     numbers = sum(k.elementwise for k in kind.kept)
     size = job.activation_bytes / 2
-    moved = (
-        tokens
-        * (2 * NORM_BYTES[job.kernels] * counts.model.width + CHAIN_BYTES[job.kernels] * numbers)
-        * size
-    )
+    moved = tokens * (2 * NORM_BYTES[job.kernels] * counts.model.width + CHAIN_BYTES[job.kernels] * numbers) * size
     remade = 1.0 if job.recompute != "none" else 0.0
     elementwise = moved * (1 + remade + ELEMENTWISE_BACKWARD) / speed.memory
     return {"matmul": matmul, "attention": attention, "elementwise": elementwise, "dequantize": dequantize}
@@ -191,12 +187,7 @@ def optimizer_seconds(counts: Counts, job: Job, speed: Rates, c: Constants) -> f
         # Asynchronous pipelines hide it (see _round_robin); a blocking one waits for the whole host.
         return 0.0 if job.transport == "round-robin" else trained / c.cpu_adam
     own = trained / (job.shards if job.zero else 1)
-    moved = (
-        2 * (job.master_bytes or job.weight_bytes)
-        + 2 * job.state_bytes
-        + 3 * job.gradient_bytes
-        + job.weight_bytes
-    )
+    moved = 2 * (job.master_bytes or job.weight_bytes) + 2 * job.state_bytes + 3 * job.gradient_bytes + job.weight_bytes
     return own * moved / speed.memory
 
 
@@ -265,11 +256,7 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
     if not payloads or rate is None:
         return 0.0, 0.0
     hidden = 0.0
-    bare = (
-        calls(counts, job)
-        * machine.measured.get("collective_latency", LATENCY[machine.kind])
-        * (1 - c.overlap)
-    )
+    bare = calls(counts, job) * machine.measured.get("collective_latency", LATENCY[machine.kind]) * (1 - c.overlap)
     for name, (payload, hideable) in payloads.items():
         n = job.tensor if name.endswith("activations") else job.shards
         # A ring sends (n-1)/n of the payload, an all-reduce twice that (NVIDIA nccl-tests, PERFORMANCE.md).
@@ -323,12 +310,7 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine) -> fl
         moved += 2 * (job.state_bytes + job.master_bytes) * own  # moments visit the card for the update
     if "activations" in job.offload:
         moved += (
-            2
-            * job.accumulation
-            * len(counts.model.layers)
-            * job.tokens
-            * counts.model.width
-            * job.activation_bytes
+            2 * job.accumulation * len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes
         )
     return moved / speed.host
 

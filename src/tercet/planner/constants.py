@@ -17,65 +17,35 @@ class Constants:
     """Shares are of the data sheet's figure. `prior` is where the fit starts and what it is drawn to."""
 
     # --- arithmetic
-    matmul_share: float = field(
-        default=0.95, metadata={"what": "large matmuls, of the card's `reached` rate"}
-    )
+    matmul_share: float = field(default=0.95, metadata={"what": "large matmuls, of the card's `reached` rate"})
     # GeForce peaks are quoted at the guaranteed boost clock (4090: 2.52 GHz); cards run at 2.7 to 2.8.
     matmul_share_geforce: float = field(default=1.05, metadata={"what": "the same on GeForce cards"})
-    matmul_traffic: float = field(
-        default=0.50, metadata={"what": "matmul operand traffic not hidden by arithmetic"}
-    )
-    attention_share: float = field(
-        default=0.55, metadata={"what": "flash attention, of the reached matmul rate"}
-    )
+    matmul_traffic: float = field(default=0.50, metadata={"what": "matmul operand traffic not hidden by arithmetic"})
+    attention_share: float = field(default=0.55, metadata={"what": "flash attention, of the reached matmul rate"})
     attention_share_hopper: float = field(default=0.40, metadata={"what": "the same on Hopper without FA3"})
     fast_share: float = field(default=0.60, metadata={"what": "fp16 accumulation, of twice the rate"})
     fp8_share: float = field(default=0.75, metadata={"what": "fp8 matmuls, of their peak, scaling included"})
-    int8_share: float = field(
-        default=0.70, metadata={"what": "int8 matmuls, of their peak, scaling included"}
-    )
+    int8_share: float = field(default=0.70, metadata={"what": "int8 matmuls, of their peak, scaling included"})
     expert_share: float = field(default=0.60, metadata={"what": "grouped expert matmuls, of plain ones"})
     # --- memory-bound work
-    bandwidth_share: float = field(
-        default=0.80, metadata={"what": "elementwise kernels, of memory bandwidth"}
-    )
+    bandwidth_share: float = field(default=0.80, metadata={"what": "elementwise kernels, of memory bandwidth"})
     nf4_traffic: float = field(default=2.0, metadata={"what": "passes over the dequantised weight per use"})
     launch_seconds: float = field(default=9e-6, metadata={"what": "host time per kernel of eager PyTorch"})
-    windows_launch: float = field(
-        default=3.5, metadata={"what": "the same under Windows' display driver, times this"}
-    )
+    windows_launch: float = field(default=3.5, metadata={"what": "the same under Windows' display driver, times this"})
     # --- links
-    staged_bus: float = field(
-        default=8.0e9, metadata={"what": "collective between two cards through the host, B/s"}
-    )
-    staged_total: float = field(
-        default=18e9, metadata={"what": "what the host's memory carries for all cards, B/s"}
-    )
-    peer_share: float = field(
-        default=0.75, metadata={"what": "collectives over NVLink or peer PCIe, of the link"}
-    )
-    copies_share: float = field(
-        default=0.60, metadata={"what": "copy-engine collectives, of each card's host link"}
-    )
+    staged_bus: float = field(default=8.0e9, metadata={"what": "collective between two cards through the host, B/s"})
+    staged_total: float = field(default=18e9, metadata={"what": "what the host's memory carries for all cards, B/s"})
+    peer_share: float = field(default=0.75, metadata={"what": "collectives over NVLink or peer PCIe, of the link"})
+    copies_share: float = field(default=0.60, metadata={"what": "copy-engine collectives, of each card's host link"})
     host_share: float = field(default=0.70, metadata={"what": "copies between host and card while training"})
     overlap: float = field(default=0.60, metadata={"what": "communication that computing can hide"})
     cpu_adam: float = field(default=1.2e9, metadata={"what": "parameters per second, AdamW on the host"})
-    pipeline_share: float = field(
-        default=0.92, metadata={"what": "round-robin pipeline's time spent computing"}
-    )
+    pipeline_share: float = field(default=0.92, metadata={"what": "round-robin pipeline's time spent computing"})
     # --- memory
-    reserve_share: float = field(
-        default=0.08, metadata={"what": "PyTorch reserved beyond allocated, of allocated"}
-    )
-    full_logits_bytes: float = field(
-        default=16.0, metadata={"what": "bytes per logit of an unfused loss at its peak"}
-    )
-    chunked_logits_bytes: float = field(
-        default=4.0, metadata={"what": "bytes per logit of a chunked or compiled loss"}
-    )
-    activation_scale: float = field(
-        default=1.0, metadata={"what": "activations kept by eager systems, of derived"}
-    )
+    reserve_share: float = field(default=0.08, metadata={"what": "PyTorch reserved beyond allocated, of allocated"})
+    full_logits_bytes: float = field(default=16.0, metadata={"what": "bytes per logit of an unfused loss at its peak"})
+    chunked_logits_bytes: float = field(default=4.0, metadata={"what": "bytes per logit of a chunked or compiled loss"})
+    activation_scale: float = field(default=1.0, metadata={"what": "activations kept by eager systems, of derived"})
 
 
 NAMES = tuple(f.name for f in fields(Constants))

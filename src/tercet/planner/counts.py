@@ -84,15 +84,11 @@ class Counts:
 
     def chunk(self, ranks: int, rank: int) -> int:
         """Return the elements that a rank holds of all tensors split on their first dimension, without padding."""
-        return sum(
-            chunk_rows(t.shape[0], ranks, rank) * (t.parameters // t.shape[0]) * n for t, n in self.tensors
-        )
+        return sum(chunk_rows(t.shape[0], ranks, rank) * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
 
     def padded(self, ranks: int) -> int:
         """Return the elements that every rank stores: shards are padded to the first rank's size."""
-        return sum(
-            chunk_rows(t.shape[0], ranks, 0) * (t.parameters // t.shape[0]) * n for t, n in self.tensors
-        )
+        return sum(chunk_rows(t.shape[0], ranks, 0) * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
 
     def held_tensors(self, ranks: int, rank: int) -> int:
         """Return of how many tensors a rank holds at least one row."""

@@ -120,9 +120,7 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
 def _precision(content: dict[str, Any], found: Reading) -> None:
     on = [k for k in ("fp16", "bf16", "bfloat16") if _enabled(content.get(k))]
     if len(on) > 1:
-        found.say(
-            on[0], "contradiction", f"{' and '.join(on)} are both enabled; DeepSpeed stops at that: keep one"
-        )
+        found.say(on[0], "contradiction", f"{' and '.join(on)} are both enabled; DeepSpeed stops at that: keep one")
     for key in ("fp16", "bf16"):
         if isinstance(content.get(key), bool):
             found.say(
@@ -184,9 +182,7 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
     for key in keys:
         value = content.get(key)
         if value == "auto":
-            found.say(
-                key, "note", f"{key}: auto is filled in by transformers' Trainer, from its own arguments"
-            )
+            found.say(key, "note", f"{key}: auto is filled in by transformers' Trainer, from its own arguments")
             value = None
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{found.path}: {key} is {value!r}; it must be a whole number of at least 1")
@@ -243,9 +239,7 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     kind = content.get("distributed_type")
     deepspeed, fsdp = content.get("deepspeed_config") or {}, content.get("fsdp_config") or {}
     if kind is None:
-        wanted = (
-            "DEEPSPEED" if deepspeed or any(k in ZERO for k in content) else "FSDP" if fsdp else "MULTI_GPU"
-        )
+        wanted = "DEEPSPEED" if deepspeed or any(k in ZERO for k in content) else "FSDP" if fsdp else "MULTI_GPU"
         found.say(
             "distributed_type", "refused",
             f"distributed_type is missing: accelerate launch refuses the file; add distributed_type: {wanted}",
@@ -274,9 +268,7 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
 def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], found: Reading) -> None:
     file = section.get("deepspeed_config_file")
     if file:
-        inner = read_deepspeed(
-            read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks
-        )
+        inner = read_deepspeed(read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks)
         for key in section:
             if key in ("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device",
                        "offload_param_device", "zero3_save_16bit_model"):  # fmt: skip
@@ -308,9 +300,7 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
     try:
         found.zero = int(stage)
     except (TypeError, ValueError):
-        raise InputError(
-            f"{found.path}: deepspeed_config.zero_stage is {stage!r}; it must be 0, 1, 2 or 3"
-        ) from None
+        raise InputError(f"{found.path}: deepspeed_config.zero_stage is {stage!r}; it must be 0, 1, 2 or 3") from None
     found.offload_optimizer = str(section.get("offload_optimizer_device") or "none")
     weights = str(section.get("offload_param_device") or "none")
     if weights != "none" and found.zero != 3:
@@ -322,9 +312,7 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
     elif weights != "none":
         found.offload_weights = weights
     if section.get("zero3_init_flag") and found.zero != 3:
-        found.say(
-            "zero3_init_flag", "dead", f"zero3_init_flag acts in stage 3 only, and the stage is {found.zero}"
-        )
+        found.say("zero3_init_flag", "dead", f"zero3_init_flag acts in stage 3 only, and the stage is {found.zero}")
     steps = section.get("gradient_accumulation_steps")
     found.accumulation = steps if isinstance(steps, int) else None
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tercet.planner.answer import plan
+from tercet.planner.answer import plan, predict, read_recipe
+from tercet.planner.constants import load
+from tercet.planner.counts import Counts
 from tercet.planner.foreign import Reading, read_accelerate, read_deepspeed, read_file
-from tercet.planner.table import need_lines
-from tercet.spec.machine import parse_gpus
+from tercet.planner.legal import refusals
+from tercet.planner.search import Search
+from tercet.planner.table import need_line
+from tercet.spec.families import describe
+from tercet.spec.machine import machine_of, parse_gpus
+from tercet.spec.strategy import Work, not_built, resolve
 
 
 def plan_from_files(
@@ -51,22 +58,37 @@ def plan_from_files(
     if found.batch and not machine.get("batch"):
         machine = {**machine, "batch": str(found.batch)}
     own = plan(name, list(overrides), **machine)
-    asked = plan(name, [*overrides, *as_overrides(found)], **machine)
-    first = asked["strategies"] + asked["refused"]
-    taken = []
-    for entry in first[:1]:
-        need = (
-            {k: entry.get(k) for k in ("card_bytes", "host", "tokens_per_second")}
-            if "card_bytes" in entry
-            else None
-        )
-        taken = need_lines({"would_need": need} if need else entry)
+    asked = as_asked(name, [*overrides, *as_overrides(found)], machine)
     return {
         **own,
         **common,
-        "read": [*lines, *taken, "What the planner would take instead:"],
-        "asked": first[:1],
+        "read": [*lines, *asked_lines(asked), "What the planner would take instead:"],
+        "asked": asked,
     }
+
+
+def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[str, Any]:
+    """Return what the strategy of a file takes under our engines, and `why` it cannot run, if it cannot."""
+    here = machine_of(machine.get("gpus"), machine.get("host_ram"), machine.get("links"), machine.get("ranks"))
+    recipe, _ = read_recipe(name, overrides, machine.get("sequence"), machine.get("batch"), machine.get("method"))
+    work = Work.of(recipe)
+    strategy = resolve(recipe.strategy, here.ranks, work)
+    search = Search(Counts(describe(recipe.model)), work, here, load())
+    why = not_built(recipe) + refusals(search.counts.model, strategy, work, here)
+    candidate = search.candidate(strategy)
+    if not search.fits(candidate):
+        why.append(search.explain(candidate))
+    found = predict(recipe, strategy, here)
+    if strategy.recompute == "none":
+        found["recomputing"] = predict(recipe, replace(strategy, recompute="full"), here)
+    return {**found, "why": list(dict.fromkeys(why))}
+
+
+def asked_lines(asked: dict[str, Any]) -> list[str]:
+    lines = [need_line("It would take", asked)]
+    if "recomputing" in asked:
+        lines.append(need_line("with strategy.recompute=full", asked["recomputing"]))
+    return lines + [f"  refused: {w}" for w in asked["why"]]
 
 
 def _count(gpus: str | None) -> int | None:
@@ -77,7 +99,7 @@ def as_overrides(found: Reading) -> list[str]:
     """Return the reading as recipe overrides."""
     result = [f"strategy.zero={found.zero}", f"strategy.offload.optimizer={found.offload_optimizer}",
               f"strategy.offload.weights={found.offload_weights}"]  # fmt: skip
-    if found.offload_optimizer != "none" or found.offload_weights != "none":
+    if found.offload_optimizer != "none" or found.offload_weights != "none" or found.precision == "fp16":
         result.append("strategy.engine=deepspeed")
     if found.micro_batch:
         result.append(f"strategy.micro_batch={found.micro_batch}")

@@ -45,9 +45,7 @@ class Job:
     recompute: str = "none"  # none, selective, full
     kernels: Kernels = "native"
     loss: Loss = "fused"
-    loss_chunks: int | None = (
-        None  # parts into which a hand-written loss cuts a micro-batch; None: 1024 tokens each
-    )
+    loss_chunks: int | None = None  # parts into which a hand-written loss cuts a micro-batch; None: 1024 tokens each
     offload: frozenset[str] = frozenset()
     reduce_every_micro_batch: bool = False
     step_in_backward: bool = False
@@ -58,6 +56,7 @@ class Job:
     expert: int = 1
     pipeline: int = 1
     tensor: int = 1
+    deepspeed: bool = False  # its flat shards and buckets: rows are estimates then
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
     idle_share: float = 0.0  # places of the last micro-batches that hold no row
 
@@ -69,13 +68,7 @@ class Job:
     @property
     def step_tokens(self) -> float:
         """Tokens of rows that count, of one optimizer step over all ranks."""
-        return (
-            self.tokens
-            * self.accumulation
-            * self.ranks
-            / (self.pipeline * self.tensor)
-            * (1 - self.idle_share)
-        )
+        return self.tokens * self.accumulation * self.ranks / (self.pipeline * self.tensor) * (1 - self.idle_share)
 
     @property
     def shards(self) -> int:
@@ -132,12 +125,11 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
         activation_bytes=4 if wide else 2,
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
         recompute=strategy.recompute,
-        # DeepSpeed runs a model as its author wrote it: transformers' modules and whole logits.
-        kernels="compiled" if strategy.compile else "eager" if deepspeed else "native",
-        loss="full" if deepspeed else "fused",
+        kernels="compiled" if strategy.compile else "native",
+        loss="fused",
+        deepspeed=deepspeed,
         offload=frozenset(offload),
-        reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch")
-        and strategy.zero >= 2,
+        reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
         expert=strategy.expert,
         pipeline=strategy.pipeline,
         tensor=strategy.tensor,

@@ -17,6 +17,7 @@ from tercet.spec.strategy import Strategy, Work
 CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 1024  # twin of model/objective.py: tokens whose logits exist at once
+DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
@@ -35,9 +36,7 @@ def ledger_for(
     return moments(counts, job, load(), rank, on_gpu)
 
 
-def moments(
-    counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True
-) -> dict[str, Rows]:
+def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, Rows]:
     held = states(counts, job, rank)
     peak = dict(held["peak"])
     peak.update(working(counts, job, constants))
@@ -45,8 +44,7 @@ def moments(
     for rows in (between, peak):
         rows["reserve"] = reserve(rows, job, constants, on_gpu)
     return {
-        name: {row: int(rows[row]) for row in CARD_ROWS}
-        for name, rows in (("between_steps", between), ("peak", peak))
+        name: {row: int(rows[row]) for row in CARD_ROWS} for name, rows in (("between_steps", between), ("peak", peak))
     }
 
 
@@ -60,6 +58,8 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     """
     if job.adapter_rank is not None:
         return _adapter_states(counts, job)
+    if job.deepspeed:
+        return _deepspeed_states(counts, job)
     whole, tensors = counts.parameters, counts.tensor_count
     host = job.offload
     if job.zero == 0 or job.shards == 1:
@@ -79,15 +79,11 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     between = {"weights": 0.0, "master": 0.0, "gradients": 0.0}
     between[sharded_weights] = 0 if host & {"optimizer", "weights"} else stored
     tensors = counts.held_tensors(job.shards, rank)
-    between["optimizer"] = (
-        0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
-    )
+    between["optimizer"] = 0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
     peak = dict(between)
     if job.zero < 3:
         if job.master_bytes:
-            peak["weights"] = (
-                job.weight_bytes * padded * job.shards
-            )  # what the gather writes, padding included
+            peak["weights"] = job.weight_bytes * padded * job.shards  # what the gather writes, padding included
         else:
             peak["weights"] += job.weight_bytes * padded * job.shards
     # A single micro-batch is reduced at once, so nothing is ever held whole.
@@ -96,6 +92,21 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     if "gradients" in host:
         peak["gradients"] = 0
     return {"between_steps": between, "peak": peak}
+
+
+def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
+    """Estimate DeepSpeed's rows: its shards are one flat fp32 buffer, cut evenly, weights stay gathered below 3."""
+    whole, part = counts.parameters, -(-counts.parameters // job.shards)
+    on_host = "optimizer" in job.offload
+    weights = 0 if "weights" in job.offload else job.weight_bytes * (part if job.zero == 3 else whole)
+    gradients = job.gradient_bytes * (part if job.zero >= 2 else whole)
+    rows = {
+        "weights": weights,
+        "master": 0 if on_host else 4 * part,
+        "gradients": 0 if on_host else gradients,
+        "optimizer": 0 if on_host else job.state_bytes * part,
+    }
+    return {"between_steps": rows, "peak": dict(rows)}
 
 
 def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
@@ -109,9 +120,7 @@ def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
         "weights": base + job.weight_bytes * trained / parts,
         "master": job.master_bytes * trained / parts,
         "gradients": job.gradient_bytes * trained / parts,
-        "optimizer": 0
-        if "paged" in job.offload
-        else job.state_bytes * trained / (job.shards if job.zero else 1),
+        "optimizer": 0 if "paged" in job.offload else job.state_bytes * trained / (job.shards if job.zero else 1),
     }
     return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
 
@@ -125,7 +134,11 @@ def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:
     held, work = states(counts, job)["peak"], working(counts, job, constants)
     early = held["gradients"] if job.accumulation > 1 or job.flat_buffers else 0.0
     begin = sum(held.values()) - held["gradients"] + early + sum(work.values())
-    end = sum(held.values()) + work["buffers"] + layer_ends(counts, job)
+    _, _, last = gather_buffers(counts, job)
+    root = job.weight_bytes * counts.outside_parameters if job.zero == 3 and job.shards > 1 else 0.0
+    if job.adapter_rank is not None:
+        root = gather_buffers(counts, job)[0]
+    end = sum(held.values()) + root + last + layer_ends(counts, job)
     return max(begin, end)
 
 
@@ -140,24 +153,24 @@ def layer_ends(counts: Counts, job: Job) -> float:
 def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
     """Return activations, logits and buffers at their highest: when backward begins."""
     scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
-    kept = (
-        scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
-    )
+    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
     kept /= job.tensor * job.pipeline
     if job.pipeline > 1:
-        kept *= min(
-            job.pipeline, job.accumulation
-        )  # 1F1B keeps as many micro-batches as stages (arXiv 2104.04473)
+        # 1F1B keeps as many micro-batches as there are stages (arXiv 2104.04473).
+        kept *= min(job.pipeline, job.accumulation)
     if "activations" in job.offload and job.recompute == "full":
         kept = min(kept, 2 * job.tokens * counts.model.width * job.activation_bytes)
     ends = layer_ends(counts, job)
     logits = logit_bytes(counts, job, constants)
     one = max(_one_layer(counts, k, job) for k in counts.kinds) * job.tokens * scale / job.tensor
+    gathered, leaving, last = gather_buffers(counts, job)
+    # Three moments: the loss is made; a layer runs backward, and uses the room that the logits have left; the
+    # tensors outside the layers are reduced when the activations are gone.
+    at = (gathered + logits, gathered + one + leaving, gathered + last - kept)
     return {
         "activations": kept + ends,
         "logits": logits,
-        # The layer being computed uses the room that the logits have left by then.
-        "buffers": max(0.0, one - logits) + gather_buffers(counts, job),
+        "buffers": max(max(at) - logits, 0.0),
     }
 
 
@@ -220,29 +233,36 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     if job.adapter_rank is not None:
         return chunk * (4 + 2 * size)
     head = counts.head_parameters
-    # Forward: fp32 sum of the weight's gradient, a chunk's product for it, logits in two formats and their
-    # gradient. Backward: the sum, its multiple, and the multiple in the working format.
+    # Forward: fp32 sum of the weight's gradient and a chunk's product for it; logits in fp32, and their gradient
+    # in the working format if that is another. Backward: the sum, its multiple, and the multiple in that format.
     extra = size if size != 4 else 0
-    return max((4 + size) * head + chunk * (4 + 2 * size), (8 + extra) * head)
+    return max((4 + size) * head + chunk * (4 + extra), (8 + extra) * head)
 
 
-def gather_buffers(counts: Counts, job: Job) -> float:
-    """Return room for gathered weights and for gradients on their way into shards."""
+def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
+    """Return bytes of (weights gathered beyond the row `weights`, a layer's gradients on their way, the last ones).
+
+    A gradient exists twice on its way into shards: as backward makes it and in the reduction's format. The last
+    group to leave is what lies outside the layers: embedding, final norm, head.
+    """
     if job.shards == 1:
         if "weights" in job.offload:  # two layers come and go
-            return 2 * job.weight_bytes * counts.largest_layer + job.weight_bytes * counts.head_parameters
-        return 0.0
+            return job.weight_bytes * (2 * counts.largest_layer + counts.head_parameters), 0.0, 0.0
+        return 0.0, 0.0, 0.0
     largest, outside = counts.largest_layer, counts.outside_parameters
     if job.adapter_rank is not None:
         if job.zero < 3:
-            return 0.0
-        return 2 * job.frozen_bytes * largest + job.outer_frozen_bytes * outside
+            return 0.0, 0.0, 0.0
+        return 2 * job.frozen_bytes * largest + job.outer_frozen_bytes * outside, 0.0, 0.0
     if job.zero == 0:
-        return 0.0 if job.flat_buffers else job.gradient_bytes * counts.parameters  # DDP's buckets
-    # One layer's gradient before and after its change to the reduction's format.
-    reduced = (job.weight_bytes + job.gradient_bytes) * max(largest, counts.head_parameters)
-    gathered = job.weight_bytes * (2 * largest + outside) if job.zero == 3 else 0
-    return reduced + gathered
+        buckets = 0.0 if job.flat_buffers else job.gradient_bytes * counts.parameters  # DDP's
+        return buckets, 0.0, 0.0
+    gathered = job.weight_bytes * (2 * largest + outside) if job.zero == 3 else 0.0
+    if job.deepspeed:  # two reduce buckets, at least as large as the largest tensor
+        bucket = max(counts.largest_tensor, min(DEEPSPEED_BUCKET, counts.parameters))
+        return gathered + 2 * job.gradient_bytes * bucket, 0.0, 0.0
+    twice = job.weight_bytes + job.gradient_bytes
+    return gathered, twice * largest, twice * outside
 
 
 def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool) -> float:
@@ -256,9 +276,7 @@ def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool
 # ----------------------------------------------------------------------------------------- phases, host and disk
 
 
-def phases(
-    counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True
-) -> dict[str, int]:
+def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, int]:
     """Return the bytes of one rank in each phase of a run; the largest is what must fit."""
     both = moments(counts, job, constants, rank, on_gpu)
     between, peak = (sum(both[m].values()) for m in ("between_steps", "peak"))
@@ -271,9 +289,7 @@ def phases(
         "load": int(between + tensor),
         "backward": int(peak),
         "step": int(between + both["peak"]["gradients"] - both["between_steps"]["gradients"]),
-        "evaluation": int(
-            between + forward + gathered + (gather_buffers(counts, job) if job.zero == 3 else 0)
-        ),
+        "evaluation": int(between + forward + gathered + (gather_buffers(counts, job)[0] if job.zero == 3 else 0)),
         "save": int(between + tensor),
         "resume": int(between + tensor),
     }
@@ -294,9 +310,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
         )
     residuals = 0.0
     if "activations" in job.offload:
-        residuals = (
-            len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
-        )
+        residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals

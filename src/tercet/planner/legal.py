@@ -33,9 +33,7 @@ def formats(work: Work, machine: Machine) -> list[str]:
     card = machine.card
     if work.precision == "fp8":
         if card is None:
-            return [
-                "train.precision: fp8 has no fast matmul on a CPU (only an emulation for tests); use bf16 or fp32"
-            ]
+            return ["train.precision: fp8 has no fast matmul on a CPU (only an emulation for tests); use bf16 or fp32"]
         if "fp8" not in card.flops:
             return [
                 f"train.precision: fp8 needs compute capability {FP8_CAPABILITY}; {card.name} has "

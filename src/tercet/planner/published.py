@@ -208,9 +208,7 @@ def _axis(pattern: str, strategy: str, ranks: int) -> int:
 
 def _copies(row: dict[str, Any], strategy: str) -> bool:
     hand_written = "hand-written" in str(row.get("compiled") or "").lower()
-    return "copy-engine" in strategy or (
-        hand_written and "no nvlink" in str(row.get("interconnect") or "").lower()
-    )
+    return "copy-engine" in strategy or (hand_written and "no nvlink" in str(row.get("interconnect") or "").lower())
 
 
 def _triangle(row: dict[str, Any], ranks: int, strategy: str, assumed: list[str]) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -45,7 +46,8 @@ class Candidate:
     def group(self) -> tuple[Any, ...]:
         """What makes two candidates one line of the table: all but micro-batch."""
         s = self.strategy
-        return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile
+        offload = (s.offload_optimizer, s.offload_weights)
+        return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile, offload
 
     def order(self) -> tuple[Any, ...]:
         """Sort key, best first. Without known speeds: least recomputing, then least sent, then simplest."""
@@ -88,9 +90,7 @@ class Search:
 
     def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
         job = of_strategy(strategy, work or self.work)
-        machine = (
-            self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
-        )
+        machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())
         host = sum(host_rows(self.counts, job, not on_gpu).values())
@@ -115,12 +115,18 @@ class Search:
     def fits(self, candidate: Candidate) -> bool:
         return self.overflow(candidate) == (0, 0)
 
-    def run(self, section: StrategySection, ranks: int) -> Found:
-        """Return all groups of strategies that the section leaves open on `ranks` workers."""
+    def run(self, section: StrategySection, ranks: int, deepspeed: bool = False) -> Found:
+        """Return all groups of strategies that the section leaves open on `ranks` workers.
+
+        `deepspeed`: also try its offload to the host, where the section names no engine and the machine has cards.
+        """
         best: dict[tuple[Any, ...], Candidate] = {}
         too_large: dict[tuple[Any, ...], Candidate] = {}
         illegal: dict[str, Refusal] = {}
-        for strategy in strategies(section, ranks, self.work):
+        every = strategies(section, ranks, self.work)
+        if deepspeed and self.machine.card is not None and not OPEN_FOR_OFFLOAD & section.model_fields_set:
+            every = chain(every, offloaded(section, ranks, self.work))
+        for strategy in every:
             why = refusals(self.counts.model, strategy, self.work, self.machine)
             if why:
                 illegal.setdefault("\n".join(why), Refusal(strategy, why))
@@ -128,15 +134,13 @@ class Search:
             found = self.candidate(strategy)
             chosen = best if self.fits(found) else too_large
             known = chosen.get(found.group)
-            better = known is None or (
-                found.order() < known.order() if chosen is best else found.need < known.need
-            )
+            better = known is None or (found.order() < known.order() if chosen is best else found.need < known.need)
             if better:
                 chosen[found.group] = found
         fits = _distinct(sorted(best.values(), key=Candidate.order))
         refused = [r for r in illegal.values() if not fits or r.strategy.micro_batch == 1]
         refused += [
-            Refusal(c.strategy, [self.explain(c, section)])
+            Refusal(c.strategy, [self.explain(c)])
             for group, c in sorted(too_large.items(), key=lambda item: item[1].need)
             if group not in best
         ]
@@ -144,7 +148,7 @@ class Search:
 
     # --------------------------------------------------------------------------------------- the way out
 
-    def explain(self, candidate: Candidate, section: StrategySection) -> str:
+    def explain(self, candidate: Candidate) -> str:
         """Say by how much a strategy does not fit, and the smallest change that would make it fit."""
         card, host = self.overflow(candidate)
         where = "card" if self.machine.card is not None else "process"
@@ -206,7 +210,7 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
     """Leave out what differs in name only: one micro-batch is reduced once whichever way it is called."""
     seen, found = set(), []
     for c in candidates:
-        key = (c.strategy.zero, c.strategy.recompute, c.strategy.micro_batch)
+        key = (c.strategy.engine, c.strategy.zero, c.strategy.recompute, c.strategy.micro_batch, c.job.offload)
         if c.job.accumulation > 1 or key not in seen:
             found.append(c)
         if c.job.accumulation == 1:
@@ -215,9 +219,7 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _with_zero(strategy: Strategy, zero: int) -> Strategy:
-    return replace(
-        strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step"
-    )
+    return replace(strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step")
 
 
 def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
@@ -247,6 +249,34 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
                     )  # fmt: skip
 
 
+# Keys of the recipe that, once given, leave no room for another engine or for offload of its own.
+OPEN_FOR_OFFLOAD = {
+    "engine",
+    "zero",
+    "offload",
+    "compile",
+    "reduce_gradients",
+    "tensor",
+    "pipeline",
+    "expert",
+    "context",
+}
+
+
+def offloaded(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
+    """Yield DeepSpeed's strategies with the optimizer, or the weights too, in host memory: what native has not."""
+    zeros = [2, 3] if section.zero == "auto" else [z for z in (section.zero,) if z in (2, 3)]
+    recomputes = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
+    for zero, weights in ((z, w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]):
+        for recompute in recomputes:
+            for micro in micros:
+                yield Strategy(
+                    engine="deepspeed", zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
+                    reduce_gradients="every_micro_batch", offload_optimizer="cpu", offload_weights=weights,
+                )  # fmt: skip
+
+
 def micro_batches(ranks: int, work: Work) -> list[int]:
     """Return the micro-batches worth trying: rows per rank over 1, 2, 3, … steps, each evened out."""
     rows = max(1, ceil(work.batch_sequences / ranks))
@@ -255,9 +285,7 @@ def micro_batches(ranks: int, work: Work) -> list[int]:
     usable = sorted(m for m in found if m <= largest)
     if len(usable) <= 14:
         return usable
-    return sorted(
-        {usable[round(i * (len(usable) - 1) / 13)] for i in range(14)}
-    )  # spread over the whole range
+    return sorted({usable[round(i * (len(usable) - 1) / 13)] for i in range(14)})  # spread over the whole range
 
 
 def moments_of(search: Search, candidate: Candidate) -> dict[str, dict[str, int]]:

@@ -25,9 +25,7 @@ def show(answer: dict[str, Any], rows: int = 6) -> str:
     elif "model" in answer:
         parts.append("Nothing fits as asked.")
     if answer["refused"]:
-        parts.append(
-            "\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))])
-        )
+        parts.append("\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))]))
     if answer["notes"]:
         parts.append("\n".join(["Notes:", *(f"  {n}" for n in answer["notes"])]))
     if answer.get("assumed"):
@@ -89,9 +87,7 @@ def gigabytes(value: float) -> str:
 def details(best: dict[str, Any], answer: dict[str, Any]) -> str:
     lines = []
     if best["clock"]:
-        parts = sorted(
-            ((v, k) for k, v in best["clock"].items() if v > 0.005 * best["step_seconds"]), reverse=True
-        )
+        parts = sorted(((v, k) for k, v in best["clock"].items() if v > 0.005 * best["step_seconds"]), reverse=True)
         lines.append(
             f"A step of {best['name']}: {best['step_seconds']:.2f} s = "
             + ", ".join(f"{k} {v / best['step_seconds']:.0%}" for v, k in parts)
@@ -128,20 +124,19 @@ def refused_lines(refused: list[dict[str, Any]], rows: int) -> list[str]:
 
 
 def need_lines(entry: dict[str, Any]) -> list[str]:
-    """Return what a strategy that is not built, or does not fit, would take."""
-    found = []
-    for key, words in (("would_need", "it would take"), ("would_need_recomputing", "with recompute full")):
-        if not (need := entry.get(key)):
-            continue
-        host = need["host"]
-        line = (
-            f"{words} {show_bytes(need['card_bytes'])} per card and {show_bytes(sum(host.values()))} of host RAM "
-            f"(states {show_bytes(host['states'])}, pinned {show_bytes(host['pinned'])})"
-        )
-        if need.get("tokens_per_second"):
-            line += f" at {need['tokens_per_second']:.0f} tokens/s"
-        found.append(line)
-    return found
+    """Return what a strategy that is not built would take."""
+    words = (("would_need", "it would take"), ("would_need_recomputing", "with recompute full"))
+    return [need_line(text, entry[key]) for key, text in words if key in entry]
+
+
+def need_line(words: str, need: dict[str, Any]) -> str:
+    host = need["host"]
+    line = (
+        f"{words} {show_bytes(need['card_bytes'])} per card and {show_bytes(sum(host.values()))} of host RAM "
+        f"(states {show_bytes(host['states'])}, pinned {show_bytes(host['pinned'])})"
+    )
+    speed = need.get("tokens_per_second")
+    return f"{line}, at {speed:.0f} tokens/s" if speed else line
 
 
 def grid(titles: list[str], body: list[list[str]]) -> str:
@@ -149,8 +144,6 @@ def grid(titles: list[str], body: list[list[str]]) -> str:
     widths = [max(len(row[n]) for row in [titles, *body]) for n in range(len(titles))]
     lines = []
     for row in [titles, *body]:
-        cells = [
-            c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
