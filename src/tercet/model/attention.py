@@ -60,10 +60,11 @@ def attend(
         left = -1 if window is None else window - 1
         out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(left, 0))
     else:
-        # One call per document: on the CPU five times as fast as one call with a block mask.
-        out = torch.cat(
-            [_causal(q[None, a:b], k[None, a:b], v[None, a:b], scale, window)[0] for a, b in documents.spans]
-        )
+        # One call per document: on the CPU five times as fast as one call with a block mask. Split, not sliced:
+        # a slice's backward writes a whole tensor of zeros, once per document.
+        lengths = [end - begin for begin, end in documents.spans]
+        pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        out = torch.cat([_causal(a[None], b[None], c[None], scale, window)[0] for a, b, c in pieces])
     return out.view(batch, tokens, *out.shape[1:])[..., :size]
 
 
