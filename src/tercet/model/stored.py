@@ -1,4 +1,4 @@
-"""Stored weights: a folder of safetensors, seen as the tensors of a Model. Reads by memory map, rows at a time.
+"""Stored weights: a folder of safetensors, seen as the tensors of a Model. Reads the rows asked for and no others.
 
 Names are normalised (wrappers' prefixes), experts are stacked on the way, DeepSeek's FP8 matrices are multiplied
 with their block scales, a larger vocabulary is filled with the mean row. Whatever is missing or left over is an
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from tercet.errors import InputError
+from tercet.model.safetensors_file import SafetensorsFile
 from tercet.spec.families import read_config
 from tercet.spec.families.names import Part, parts, plain, shared_copies
 from tercet.spec.model import Model
@@ -46,7 +46,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.where = str(folder)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, SafetensorsFile] = {}
         self._file: dict[str, Path] = {}
         self._stored: dict[str, str] = {}  # plain name -> name in the file
         for name, path in weight_files(folder).items():
@@ -59,24 +59,24 @@ class SafetensorsFolder:
     def names(self) -> set[str]:
         return {n for n in self._file if not (n.endswith(SCALES) and n.removesuffix(SCALES) in self._file)}
 
-    def _slice(self, name: str) -> Any:
+    def _in(self, name: str) -> SafetensorsFile:
         path = self._file[name]
         if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path].get_slice(self._stored[name])
+            self._open[path] = SafetensorsFile(path)
+        return self._open[path]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._in(name).shape(self._stored[name])
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        rows = self._slice(name)[begin:end]
+        rows = self._in(name).rows(self._stored[name], begin, end)
         if rows.dtype != torch.float8_e4m3fn:
             return rows
         if name + SCALES not in self._file:
             raise InputError(f"{self._file[name]}: {name} is FP8 but {name + SCALES} is missing")
         height, width = self._block
         first = begin // height
-        scales = self._slice(name + SCALES)[first : -(-end // height)]
+        scales = self._in(name + SCALES).rows(self._stored[name + SCALES], first, -(-end // height))
         scales = scales.repeat_interleave(height, 0)[begin - first * height :][: end - begin]
         return rows.float() * scales.repeat_interleave(width, 1)[:, : rows.shape[1]]
 
@@ -94,8 +94,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         found = sorted(p.name for p in folder.glob("*.bin"))
         hint = f"It holds {found[0]}; once: tercet fetch {folder} --import-bin --output {folder}" if found else None
         raise InputError(f"{folder} has no model.safetensors and no index of shards", hint)
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return dict.fromkeys(SafetensorsFile(single).names(), single)
 
 
 class Stored:

@@ -42,7 +42,7 @@ def open_weights(place: Path, spec: Model) -> Stored:
 
 
 def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and stored buffer of `spec`, memory-mapped, in the type stored."""
+    """Yield every parameter and stored buffer of `spec`, one at a time, in the type stored."""
     yield from open_weights(folder, spec)
 
 

@@ -1,0 +1,70 @@
+"""One safetensors file, read by plain reads into memory of our own.
+
+Not through a memory map: mapped pages count as memory of every process that touched them, so three ranks that read
+one file would seem to hold it three times, and on a card machine with little host memory the difference between
+"cached" and "held" decides. The format (eight bytes of length, a JSON header, then the bytes) is read here for
+that reason alone; writing stays with the safetensors library. See docs/decisions/0020.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tercet.errors import InputError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class SafetensorsFile:
+    """Raises InputError for a file that is cut short or is none."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path.open("rb")
+        try:
+            length = int.from_bytes(self._file.read(8), "little")
+            header = json.loads(self._file.read(length))
+        except (ValueError, OverflowError, MemoryError):
+            raise InputError(f"{path} is not a safetensors file") from None
+        header.pop("__metadata__", None)
+        self._header = header
+        self._begin = 8 + length
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        size = path.stat().st_size
+        if size < self._begin + end:
+            raise InputError(
+                f"{path} is cut short: {size} bytes, its header speaks of {self._begin + end}", "Fetch it again."
+            )
+
+    def names(self) -> list[str]:
+        return list(self._header)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        word = self._header[name]["dtype"]
+        if word not in DTYPES:
+            raise InputError(f"{self.path}: {name} has the type {word}, which is not read")
+        return DTYPES[word]
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Return rows [begin, end) along the first axis; reads those bytes and no others."""
+        shape = self.shape(name)
+        out = torch.empty(max(0, min(end, shape[0]) - begin), *shape[1:], dtype=self.dtype(name))
+        row_bytes = prod(shape[1:]) * out.element_size()
+        if out.numel():
+            self._file.seek(self._begin + self._header[name]["data_offsets"][0] + begin * row_bytes)
+            have = self._file.readinto(memoryview(out.view(torch.uint8).numpy()).cast("B"))
+            if have != out.nbytes:
+                raise InputError(f"{self.path}: {name} ends after {have} of {out.nbytes} bytes")
+        return out

@@ -1,0 +1,64 @@
+"""C04: loading on three ranks grows the memory of all together by about one model, tied or not."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+import torch
+
+from tercet.model.weights import load_model, save_folder, stored_weights
+from tercet.parallel.part import chunk_rows
+from tercet.spec.families import describe
+from tercet.spec.recipe import ModelSection
+from tests.tiny import tiny_engine, tiny_model, tiny_strategy
+
+MEGABYTES = 200
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    spec = tiny_model(layers=12, width=512, heads=8, kv_heads=8, ffn=1408, vocabulary=12_000, tied=request.param)
+    generator = torch.Generator().manual_seed(0)
+    tensors = ((t.name, torch.randn(t.shape, generator=generator)) for t in spec.tensors())
+    path = tmp_path_factory.mktemp("big")
+    save_folder(path, spec, tensors, torch.float32)
+    return path
+
+
+def load_on_a_rank(world, folder):
+    """Return (growth of this rank's memory in bytes, its shards) of a sharded engine that starts from the folder."""
+    from tercet.engine.native import NativeEngine
+    from tercet.spec.recipe import OptimSection
+
+    spec = describe(ModelSection(path=folder))
+    tiny_engine(world, tiny_strategy("zero3", world.size, 3))  # what the libraries themselves take is taken now
+    gc.collect()
+    process = psutil.Process()
+    before = process.memory_info().rss
+    make_moments = NativeEngine._make_moments
+    NativeEngine._make_moments = lambda self: None  # weights alone are weighed here
+    try:
+        engine = NativeEngine(
+            spec, tiny_strategy("zero3", world.size, 3), OptimSection(), "fp32", world, seed=0,
+            weights=stored_weights(folder, spec),
+        )  # fmt: skip
+    finally:
+        NativeEngine._make_moments = make_moments
+    grown = process.memory_info().rss - before
+    return grown, {p.name: (p.begin, p.value.double().sum().item()) for p in engine.layout.parts}
+
+
+def test_together_one_model(pools, folder):
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 0.6 * MEGABYTES * 1e6
+    results = pools[3].run(load_on_a_rank, str(folder))
+    together = sum(grown for grown, _ in results)
+    assert together < 1.5 * size, f"{together / 1e6:.0f} MB on three ranks for a file of {size / 1e6:.0f} MB"
+    expected = dict(load_model(folder).named_parameters())
+    for rank, (_, shards) in enumerate(results):
+        for name, (begin, total) in shards.items():
+            first, last = chunk_rows(expected[name].shape[0], 3, rank)
+            assert begin == first
+            assert total == pytest.approx(expected[name][first:last].double().sum().item(), rel=1e-12)
