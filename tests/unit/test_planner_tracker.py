@@ -42,6 +42,6 @@ def test_peak_of_one_step(name, zero, micro, tokens, recompute):
     job = of_strategy(strategy, Work(tokens, 3 * micro))
     optimizer = states(counts, job)["peak"]["optimizer"]  # the tracker is given none
     assert tensors_at_peak(counts, job, load()) - optimizer == pytest.approx(tracked["Total"], rel=0.04)
-    if tracked.get("ACT", 0) > 0:  # at the loss: all activations and its workspace
+    if tracked.get("ACT", 0) > tracked["Total"] / 2:  # at the loss: all activations and its workspace
         work = working(counts, job, load())
         assert work["activations"] + work["logits"] == pytest.approx(tracked["ACT"], rel=0.04)

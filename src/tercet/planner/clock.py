@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tercet.planner.constants import Constants
 from tercet.planner.counts import Counts, LayerKind
 from tercet.planner.job import Job, adapted, adapter_parameters
+from tercet.planner.ledger import tensors_at_peak
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.machine import Machine
 
@@ -91,7 +92,7 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
         step = {row: v / job.pipeline if row in one else v for row, v in step.items()}
         compute /= job.pipeline
         step["bubble"] = compute * (job.pipeline - 1) / job.accumulation
-    host = host_seconds(counts, job, speed, machine)
+    host = host_seconds(counts, job, speed, machine, c)
     step["host"] = _exposed(host, compute, c.overlap)
     hidden, bare = communication_seconds(counts, job, machine, c)
     # What is left of the arithmetic after host copies can hide collectives.
@@ -290,12 +291,17 @@ def calls(counts: Counts, job: Job) -> float:
     return groups * ((2 * job.accumulation if job.zero == 3 else 1) + reductions)
 
 
-def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine) -> float:
+def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Constants) -> float:
     """Return seconds that one card's link to the host is busy in a step."""
     if not job.offload or speed.host is None:
         return 0.0
     inside = counts.parameters
     moved = 0.0
+    if "paged" in job.offload and machine.card is not None:
+        # The driver keeps what has room on the card; the rest of the moments comes and goes at every step.
+        moments = job.state_bytes * job.trained_parameters(counts)
+        room = max(0.0, machine.card.usable_bytes - tensors_at_peak(counts, job, c))
+        moved += 2 * max(0.0, moments - room)
     if "weights" in job.offload:
         size = job.weight_bytes if job.adapter_rank is None else job.frozen_bytes
         # Each rank fetches its shard (all of it when nothing is sharded), forward and backward.

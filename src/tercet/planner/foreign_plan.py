@@ -9,6 +9,7 @@ from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
 from tercet.planner.counts import Counts
 from tercet.planner.foreign import Reading, read_accelerate, read_deepspeed, read_file
+from tercet.planner.foreign_write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
 from tercet.planner.table import need_line
@@ -23,11 +24,12 @@ def plan_from_files(
     deepspeed: str | None,
     accelerate: str | None,
     machine: dict[str, Any],
+    write: str | None = None,
 ) -> dict[str, Any]:
     """Return the plan of what the files ask for, and beside it what the planner would choose itself.
 
     `read` holds printable lines, `findings` the keys that do nothing, contradict or are unknown. Without a model
-    there is nothing to predict, and only these are returned.
+    there is nothing to predict, and only these are returned. `write` names a new Accelerate file to write.
     """
     ranks = machine.get("ranks") or _count(machine.get("gpus"))
     if accelerate:
@@ -39,7 +41,12 @@ def plan_from_files(
     else:
         found = read_deepspeed(read_file(deepspeed or ""), deepspeed or "", ranks)
     ranks = ranks or found.ranks
+    found.ranks = ranks
     lines = reading_lines(found)
+    if write:
+        write_accelerate(found, write, launcher_overrides(found))
+        lines.append(f"written: {write}; start with: accelerate launch --config_file {write} -m tercet train RECIPE "
+                     + " ".join(launcher_overrides(found)))  # fmt: skip
     common: dict[str, Any] = {
         "read": lines,
         "findings": [{"key": k, "kind": kind, "says": s} for k, kind, s in found.findings],
@@ -108,6 +115,12 @@ def as_overrides(found: Reading) -> list[str]:
     if found.precision in ("fp16", "bf16", "fp8"):
         result.append(f"train.precision={found.precision}")
     return result
+
+
+def launcher_overrides(found: Reading) -> list[str]:
+    """Return the recipe keys that make a recipe run what an Accelerate file with DeepSpeed asks for."""
+    keys = [k for k in as_overrides(found) if not k.endswith("=none") and not k.startswith("strategy.engine")]
+    return ["strategy.engine=deepspeed", *keys]
 
 
 def reading_lines(found: Reading) -> list[str]:
