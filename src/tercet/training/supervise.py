@@ -114,6 +114,12 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
         raise NotLegalError(why)
     ensure_here(recipe.model, say)
     model, work = describe(recipe.model), Work.of(recipe)
+    wanted = recipe.strategy.data
+    if ranks is not None and wanted not in ("auto", ranks):
+        raise NotLegalError(
+            [f"strategy.data is {wanted} but {ranks} rank{'s were' if ranks > 1 else ' was'} started"],
+            f"Start {wanted}, or set strategy.data={ranks}.",
+        )
     plan, strategy = plan_for_run(recipe, ranks)
     if why := why_not(model, strategy, work):
         raise NotLegalError(why)
@@ -143,7 +149,7 @@ def new_run(recipe: Recipe, output: str | None) -> RunFolder:
     wanted = output or recipe.output.folder
     if wanted is not None:
         run = RunFolder(Path(wanted).expanduser().absolute())
-        if run.recipe.exists():
+        if any(path.exists() for path in (run.recipe, run.events, run.checkpoints)):
             raise InputError(
                 f"{run.path} holds a run already", f"Continue it with: tercet train --resume {wanted}; or give another."
             )
