@@ -19,7 +19,11 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    # DeepSpeed's launcher puts this before everything else; the environment says the same.
+    local_rank: int = typer.Option(0, "--local_rank", "--local-rank", hidden=True),
+) -> None:
     if version:
         from tercet import __version__
 

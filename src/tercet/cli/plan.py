@@ -39,6 +39,9 @@ def register(app: typer.Typer) -> None:
         accelerate_config: Annotated[
             str | None, typer.Option(help="Read an Accelerate YAML and say what it means.")
         ] = None,
+        write: Annotated[
+            str | None, typer.Option(help="Write an Accelerate YAML that works, with the meaning of the one read.")
+        ] = None,
         rows: Annotated[int, typer.Option(help="Strategies to show.", min=1)] = 6,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
@@ -47,7 +50,7 @@ def register(app: typer.Typer) -> None:
             "gpus": gpus, "host_ram": host_ram, "links": links, "ranks": ranks, "sequence": sequence, "batch": batch,
             "method": method, "price": price, "kwh_price": kwh_price,
         }  # fmt: skip
-        run(arguments or [], machine, deepspeed_config, accelerate_config, rows, as_json)
+        run(arguments or [], machine, deepspeed_config, accelerate_config, write, rows, as_json)
 
 
 def run(
@@ -55,16 +58,19 @@ def run(
     machine: dict[str, Any],
     deepspeed_config: str | None,
     accelerate_config: str | None,
+    write: str | None,
     rows: int,
     as_json: bool,
 ) -> None:
     from tercet.errors import InputError
 
     name = arguments.pop(0) if arguments and "=" not in arguments[0] else None
+    if write and not (deepspeed_config or accelerate_config):
+        raise InputError("--write needs a file to read", "Add --accelerate-config FILE or --deepspeed-config FILE.")
     if deepspeed_config or accelerate_config:
         from tercet.planner.foreign_plan import plan_from_files
 
-        answer = plan_from_files(name, arguments, deepspeed_config, accelerate_config, machine)
+        answer = plan_from_files(name, arguments, deepspeed_config, accelerate_config, machine, write)
     else:
         from tercet.planner.answer import plan
 

@@ -133,7 +133,8 @@ def reading_lines(found: Reading) -> list[str]:
         words.append(found.precision)
     if found.batch:
         words.append(
-            f"batch {found.batch} = micro-batch {found.micro_batch} x accumulation {found.accumulation} x {found.ranks or 1} ranks"
+            f"batch {found.batch} = micro-batch {found.micro_batch} x accumulation {found.accumulation} x "
+            f"{found.ranks or 1} ranks"
         )
     elif found.accumulation:
         words.append(f"accumulation {found.accumulation}")

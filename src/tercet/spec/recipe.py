@@ -348,9 +348,15 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return build_recipe(tree, overrides, lines)
 
 
+# One length of a run on the command line takes the place of the file's other one.
+INSTEAD = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+
+
 def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dict[str, str] | None = None) -> Recipe:
     """Validate a plain tree of values. `lines` maps a dotted key to the "file, line n" it came from."""
     lines = dict(lines or {})
+    overrides = list(overrides)
+    given = {override.partition("=")[0] for override in overrides}
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or not key:
@@ -358,6 +364,9 @@ def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dic
         key = key.strip()
         _set(tree, key, _override_value(value, override))
         lines[key] = f"{override!r} on the command line"
+        if other := INSTEAD.get(key):
+            if other not in given and isinstance(tree.get("train"), dict):
+                tree["train"].pop(other.partition(".")[2], None)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tercet.errors import TercetError
+from tercet.errors import InputError, TercetError
 from tercet.parallel.world import World, launch_variables, open_world
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
+from tercet.spec.strategy import Strategy
+from tercet.training.launcher import asked_by_launcher, contradictions, how_started
 from tercet.training.lock import RunLock
 from tercet.training.rank import die_with_parent, run_as_rank
 from tercet.training.stop import Stop
@@ -27,8 +31,9 @@ def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str 
     world = open_world(recipe.train.collective_timeout_seconds)
     outcome: tuple[Path | None, TercetError | None] = (None, None)
     lock = None
+    places = world.gather((str(world.device), socket.gethostname()))
     if world.rank == 0:
-        print(f"started by a launcher: {world.size} ranks, rank 0 on {world.device}, process {os.getpid()}", flush=True)
+        print(how_started([d for d, _ in places], [h for _, h in places]), flush=True)
         try:
             run, lock = _set_up(recipe, world, overrides, output, resume)
             outcome = (run.path, None)
@@ -57,6 +62,7 @@ def _set_up(
         print(text, flush=True)
 
     plan = make_plan(recipe, world.size, say)
+    _compare_with_launcher(recipe, plan, say)
     if resume is not None:
         run = open_run(resume)
         refuse_changes(changed_keys(load_recipe(run.recipe), recipe))
@@ -66,3 +72,22 @@ def _set_up(
     write_run(run, recipe, plan)
     say(f"run folder: {run.path}")
     return run, lock
+
+
+def _compare_with_launcher(recipe: Recipe, plan: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Refuse a launcher's file that contradicts a DeepSpeed recipe; where only the recipe acts, say so."""
+    strategy = Strategy(**plan["strategy"])
+    differing = contradictions(asked_by_launcher(), strategy, recipe.train.precision)
+    precision = differing.pop("train.precision", None)
+    if precision is not None:
+        say(f"mixed_precision is {precision[0]} in the launcher's file; the recipe counts: train.precision is {precision[1]}")
+    if not differing:
+        return
+    change = " ".join(f"{key}={theirs}" for key, (theirs, _) in differing.items())
+    if strategy.engine == "deepspeed":
+        sentences = [f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()]
+        raise InputError("; ".join(sentences), f"Change the file, or follow it with: {change}")
+    say(
+        f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine} "
+        f"(follow the file with: {change})"
+    )
