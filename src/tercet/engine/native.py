@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from tercet.parallel.data import Replicated
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
-from tercet.parallel.shard import Sharded, Sharder
 from tercet.parallel.world import World
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from tercet.parallel.shard import Sharded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -86,13 +89,20 @@ class NativeEngine:
                 value = torch.nn.Parameter(value.to(self.world.device))
                 setattr(piece.get_submodule(owner), attribute, value)
 
-        sharder = Sharder(self.world, self._precision, strategy) if strategy.zero and self.world.size > 1 else None
+        sharder = None
+        if strategy.zero and self.world.size > 1:
+            # FSDP2 takes a second to import: only those pay it who shard.
+            from tercet.parallel.shard import Sharded, Sharder
+
+            sharder = Sharder(self.world, self._precision, strategy)
         for name, layer in module.model.layers.items():
             fill(layer, f"model.layers.{name}.")
             recompute(layer, strategy.recompute)
             if sharder is not None:
                 sharder.shard(layer)
             if strategy.compile:
+                # Document borders differ from batch to batch: compiled in, each would be compiled anew.
+                layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
                 layer.compile(dynamic=False)
         fill(module, "")
         make_buffers(module, self.world.device)

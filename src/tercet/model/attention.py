@@ -29,7 +29,6 @@ class Documents:
         return cls(boundaries.to(device, torch.int32), spans, max(b - a for a, b in spans))
 
 
-@torch.compiler.disable  # document borders differ from batch to batch; compiling them in would recompile each time
 def attend(
     q_BTHD: Tensor,
     k_BTKD: Tensor,

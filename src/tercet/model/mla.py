@@ -22,6 +22,7 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: MLA, model: Model):
         super().__init__()
         self.spec = spec
+        self.attend = attend  # a seam, as in gqa.py
         width, heads = model.width, spec.heads
         self.scale = spec.query_dim**-0.5 * latent_softmax_factor(model.rope)
         if spec.q_rank is None:
@@ -53,7 +54,7 @@ class LatentAttention(nn.Module):
         k_nope, v = self.kv_b_proj(latent).view(*latent.shape[:2], s.heads, -1).split((s.nope_dim, s.value_dim), dim=-1)
         q = torch.cat((q_nope, self._turn(q_rope, table)), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, s.heads, -1)), dim=-1)
-        return self.o_proj(attend(q, k, v, documents, self.scale).flatten(2))
+        return self.o_proj(self.attend(q, k, v, documents, self.scale).flatten(2))
 
     def _turn(self, x: Tensor, table: Table) -> Tensor:
         """Rotate in the table's type, which is fp32 where the family's own code wants it."""
