@@ -165,14 +165,16 @@ def as_text(report: dict[str, Any]) -> str:
         speed, memory = row["tokens_per_s"], row["memory"]
         text = f"{start} {number(speed['predicted'], 0)} {number(speed['measured'], 0)} {percent(speed)}"
         if memory["measured"]:
-            text += f" {number(memory['predicted'], 2, 7)} {number(memory['measured'], 2, 8)} {percent(memory)} {memory['kind']}"
+            text += f" {number(memory['predicted'], 2, 7)} {number(memory['measured'], 2, 8)} {percent(memory)}"
+            text += f" {memory['kind']}"
         lines.append(text + (f"  assumed: {', '.join(row['assumed'])}" if "assumed" in row else ""))
     for group, figures in report["summary"].items():
         for figure, what in figures.items():
             for name, s in what.items():
                 if s["rows"]:
                     lines.append(
-                        f"{group:8} {figure:21} {name:13} median {s['median']:6.1%}  90 % within {s['p90']:6.1%}  ({s['rows']} rows)"
+                        f"{group:8} {figure:21} {name:13} median {s['median']:6.1%}  "
+                        f"90 % within {s['p90']:6.1%}  ({s['rows']} rows)"
                     )
     return "\n".join(lines)
 

@@ -175,7 +175,8 @@ def test_an_unknown_architecture_says_which_keys(tmp_path):
 
 
 def test_a_model_folder_is_planned_from_its_config_alone(tmp_path):
-    config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = plan(str(tmp_path), [], gpus="1x4090")

@@ -36,6 +36,10 @@ ZERO2_HOST = {
 }
 
 
+def zero(section: dict) -> dict:
+    return {"zero_optimization": section}
+
+
 def kinds(reading) -> dict[str, str]:
     return {key: kind for key, kind, _ in reading.findings}
 
@@ -74,17 +78,17 @@ def test_zero2_with_the_optimizer_on_the_host(tmp_path):
 @pytest.mark.parametrize(
     ("change", "key", "kind", "words"),
     [
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com", "unknown", "overlap_comm"),
+        (zero({"stage": 2, "overlap_com": True}), "zero_optimization.overlap_com", "unknown", "overlap_comm"),
         ({"train_batchsize": 3}, "train_batchsize", "unknown", "train_batch_size"),
-        ({"zero_optimization": {"stage": 3, "round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "dead", "1 and 2"),
-        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "zero_optimization.stage3_max_live_parameters", "dead", "stage 3"),
-        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param", "dead", "stage 3"),
+        (zero({"stage": 3, "legacy_stage1": True}), "zero_optimization.legacy_stage1", "dead", "1 and 2"),
+        (zero({"stage": 2, "sub_group_size": 1}), "zero_optimization.sub_group_size", "dead", "stage 3"),
+        (zero({"stage": 1, "offload_param": {"device": "cpu"}}), "zero_optimization.offload_param", "dead", "stage 3"),
         ({"bf16": {"enabled": True}}, "fp16", "contradiction", "both enabled"),
         ({"train_micro_batch_size_per_gpu": 2}, "train_batch_size", "contradiction", "is not micro-batch 2"),
         ({"train_batch_size": 13}, "train_batch_size", "contradiction", "12 or 24"),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "zero_optimization.cpu_offload", "note", "offload_optimizer"),
+        (zero({"stage": 2, "cpu_offload": True}), "zero_optimization.cpu_offload", "note", "offload_optimizer"),
         ({"fp16": True}, "fp16", "refused", "section"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing", "dead", "recompute"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing", "dead", "recompute"),
     ],
 )  # fmt: skip
 def test_keys_of_a_deepspeed_file(change, key, kind, words):

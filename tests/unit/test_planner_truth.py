@@ -55,8 +55,8 @@ def test_a_fit_finds_the_constants_that_made_the_rows(rows):
     made = []
     for p in calibrate.prepare(r for r in rows if not r.foreign):
         found = p.predict(true)
-        made.append(calibrate.Prepared(replace(
-            p.row, tokens_per_s=found.tokens_per_s, memory_bytes=found.memory_bytes if p.row.memory_bytes else None)))  # fmt: skip
+        memory = found.memory_bytes if p.row.memory_bytes else None
+        made.append(calibrate.Prepared(replace(p.row, tokens_per_s=found.tokens_per_s, memory_bytes=memory)))
     fitted = calibrate.fit(made)
     assert max(abs(e) for p in made for e in p.errors(fitted)) < 0.06
     assert fitted.bandwidth_share == pytest.approx(true.bandwidth_share, rel=0.1)
@@ -106,10 +106,8 @@ def test_another_file_is_predicted_with_our_constants(tmp_path):
     }
     card = {**RAW[1], "id": "unknown-card", "gpu": "RTX 9999"}
     file.write_text(json.dumps([RAW[0], odd, card]))
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "bench/plan_truth.py"), str(file), "--json"], capture_output=True, text=True, check=True,
-        timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, str(ROOT / "bench/plan_truth.py"), str(file), "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     report = json.loads(run.stdout)
     first, second, third = report["rows"]
     assert first["tokens_per_s"]["predicted"] > 0

@@ -188,7 +188,8 @@ def answer_for(
         },
         "work": {
             "sequence_tokens": work.sequence_tokens, "batch_sequences": work.batch_sequences,
-            "precision": work.precision, "optimizer": work.optimizer, "tokens_per_step": work.sequence_tokens * work.batch_sequences,
+            "precision": work.precision, "optimizer": work.optimizer,
+            "tokens_per_step": work.sequence_tokens * work.batch_sequences,
         },
         "machine": machine_json(machine),
         "strategies": strategies,
@@ -364,7 +365,8 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
     gain = fp8_gain(machine)
     if gain and work.precision == "bf16" and machine.card:
         found.append(
-            f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; training in fp8 is not built yet"
+            f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; "
+            "training in fp8 is not built yet"
         )
     return found
 

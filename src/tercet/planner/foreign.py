@@ -206,7 +206,8 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
             choices = f"{above}" if below == above else f"{below} or {above}"
             found.say(
                 keys[0], "contradiction",
-                f"train_batch_size {batch} over {ranks} ranks and {'micro-batch' if micro else 'accumulation'} {known} leaves "
+                f"train_batch_size {batch} over {ranks} ranks and "
+                f"{'micro-batch' if micro else 'accumulation'} {known} leaves "
                 f"{name} {third:.2f}; {choices} would divide",
             )  # fmt: skip
         else:
@@ -287,7 +288,8 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
         if key in ZERO or key in DEEPSPEED:
             found.say(
                 f"deepspeed_config.{key}", "dead",
-                f"deepspeed_config.{key} belongs into a DeepSpeed JSON (deepspeed_config_file); accelerate's own section "
+                f"deepspeed_config.{key} belongs into a DeepSpeed JSON (deepspeed_config_file); accelerate's own "
+                "section "
                 "does not pass it on",
             )  # fmt: skip
         else:

@@ -363,7 +363,7 @@ def _memory_kind(row: dict[str, Any]) -> str:
 
 
 def predicted_memory(counts: Counts, job: Job, constants: Any, kind: str) -> float:
-    """Return the card memory of a kind: allocated and active are tensors, reserved what PyTorch holds, total the card's."""
+    """Return the card memory of a kind: allocated and active: tensors; reserved: PyTorch's; total: the card's."""
     tensors = tensors_at_peak(counts, job, constants)
     if kind in ("allocated", "active"):
         return tensors

@@ -202,7 +202,7 @@ class Search:
                 return f"{ranks} such cards with zero: 3 and recompute: full would fit"
         card, host = self.overflow(smallest)
         if card:
-            return f"with zero: 3 and recompute: full it still needs {show_bytes(card)} more per card: take a smaller model"
+            return f"even zero: 3 with recompute: full needs {show_bytes(card)} more per card: take a smaller model"
         return f"add {show_bytes(host)} of host RAM or take a smaller model"
 
 

@@ -77,8 +77,9 @@ def show(report: dict[str, Any]) -> str:
     lines = [
         f"{found['system']}, Python {found['python']}, {found['cores']} cores",
         "packages: " + ", ".join(f"{k} {v or 'missing'}" for k, v in found["packages"].items()),
-        f"RAM {show_bytes(found['host_bytes'])} ({show_bytes(found['host_available_bytes'])} free), swap {show_bytes(found['swap_bytes'])}, "
-        f"/dev/shm {show_bytes(found['shared_memory_bytes'] or 0)}, disk {show_bytes(found['disk_free_bytes'])} free here",
+        f"RAM {show_bytes(found['host_bytes'])} ({show_bytes(found['host_available_bytes'])} free), "
+        f"swap {show_bytes(found['swap_bytes'])}, /dev/shm {show_bytes(found['shared_memory_bytes'] or 0)}, "
+        f"disk {show_bytes(found['disk_free_bytes'])} free here",
     ]
     if found["cards"]:
         for n, card in enumerate(found["cards"]):

@@ -87,7 +87,7 @@ def _has_header(name: str) -> bool:
 
 
 def build_tools(found: dict[str, Any]) -> list[Finding]:
-    """Say whether native extensions (CPU Adam, asynchronous file access) can be built here, and what they need (E11)."""
+    """Say whether native extensions (CPU Adam, asynchronous file access) can be built here; else why not (E11)."""
     missing = []
     if found["compiler"] is None:
         missing.append("no C++ compiler (g++) on PATH")
@@ -203,8 +203,8 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
     if len(limits) > 1 and sum(limits) > 900:
         result.append(
             Finding(
-                "note", f"{len(limits)} cards may draw {sum(limits):.0f} W together, with peaks of twice that for milliseconds",
-                "If the machine reboots under load, cap them: nvidia-smi -pl (four fifths of the limit costs a few percent of speed).",
+                "note", f"{len(limits)} cards may draw {sum(limits):.0f} W together, for milliseconds twice that",
+                "If the machine reboots under load, cap them: nvidia-smi -pl WATTS (four fifths cost little speed).",
             )
         )  # fmt: skip
     return result

@@ -95,7 +95,8 @@ def _compare(world: Any, all_reduce: Callable[[Any], Any] | None) -> tuple[str, 
             bad = int((value != wanted).sum())
             return (
                 "wrong",
-                f"rank {world.rank}: an all-reduce of {n} numbers returned {bad} wrong sums (first {value[0].item():g}, must be {wanted[0].item():g})",
+                f"rank {world.rank}: an all-reduce of {n} numbers returned {bad} wrong sums "
+                f"(the first is {value[0].item():g} and must be {wanted[0].item():g})",
             )
         for r, part in enumerate(parts):
             if not torch.equal(part, base + r):
@@ -123,8 +124,9 @@ def find_working_environment(
         verdict = attempt(variables)
     if verdict.ok:
         return variables
+    tried = ", ".join(f"{k}={v}" for k, v in variables.items())
     raise TercetError(
-        f"collectives do not work on this machine: {verdict.says} (also with {', '.join(f'{k}={v}' for k, v in variables.items())})",
+        f"collectives do not work on this machine: {verdict.says} (also with {tried})",
         "Run `tercet doctor`; use one card meanwhile: --ranks 1.",
     )
 
