@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.engine import MicroBatch, StepResult, Terms
-from tercet.engine.deepspeed_build import adam_is_ready, require_deepspeed, search_path
+from tercet.engine.deepspeed_build import require_deepspeed, search_path
 from tercet.engine.deepspeed_config import deepspeed_config
 from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
@@ -70,9 +70,8 @@ class DeepSpeedEngine:
         self._peak: dict[str, int] = {}
         self._descriptions = {t.name: t for t in spec.tensors()}
         self.config = deepspeed_config(
-            spec, strategy, optim, precision, batch_sequences,
-            on_card=world.device.type == "cuda", native_adam=strategy.offload_optimizer == "none" or adam_is_ready(),
-        )  # fmt: skip
+            spec, strategy, optim, precision, batch_sequences, on_card=world.device.type == "cuda"
+        )
         ds = import_deepspeed()
         _join(world, ds)
         with _quiet(), _uncompiled():

@@ -1,7 +1,8 @@
-"""DeepSpeed's compiled CPU optimizer: built once, before any rank starts, or replaced by PyTorch's. Loads no torch.
+"""DeepSpeed's compiled library for files on NVMe: checked, and built once, before any rank starts. Loads no torch.
 
-DeepSpeed compiles it inside the training job at its first use, in every rank at once, and ends the job when it
-cannot. Here the build happens beforehand under a lock, in a process of its own, with its output in a file.
+DeepSpeed compiles such a library inside the training job at its first use, in every rank at once, and ends the job
+when it cannot. Here the build happens beforehand under a lock, in a process of its own, with its output in a file.
+Its CPU optimizer is not used, so nothing else needs a compiler (docs/decisions/0052).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tercet.errors import InputError
+from tercet.errors import InputError, NotLegalError
 
 BUILD = (
-    "from deepspeed.ops.op_builder import CPUAdamBuilder\n"
-    "module = CPUAdamBuilder().load(verbose=True)\n"
+    "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
+    "module = AsyncIOBuilder().load(verbose=True)\n"
     "print('built', module.__file__)\n"
 )
+HEADERS = ("/usr/include", "/usr/local/include")
 LIMIT_SECONDS = 900
 
 
@@ -40,7 +42,7 @@ def require_deepspeed() -> None:
 
 
 def missing_tools() -> list[str]:
-    """Return a sentence for everything that the build of the CPU optimizer lacks on this machine."""
+    """Return a sentence for everything that the build lacks on this machine."""
     why = []
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler.split()[0], path=search_path()) is None:
@@ -49,6 +51,8 @@ def missing_tools() -> list[str]:
         why.append("no ninja (pip install ninja)")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         why.append("Python.h is missing (Debian, Ubuntu: apt-get install python3-dev)")
+    if not any((Path(folder) / "libaio.h").is_file() for folder in HEADERS):
+        why.append("libaio.h is missing (Debian, Ubuntu: apt-get install libaio-dev)")
     return why
 
 
@@ -61,41 +65,39 @@ def record_file() -> Path:
     """Return where the result of the build is remembered, for these versions and this processor."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tercet" / "deepspeed"
     versions = "-".join(importlib.metadata.version(name) for name in ("deepspeed", "torch"))
-    return base / f"cpu-adam-{versions}-py{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}.json"
+    return base / f"async-io-{versions}-py{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}.json"
 
 
-def adam_is_ready() -> bool:
-    """Return whether the compiled CPU optimizer has been built and is still there."""
+def is_built() -> bool:
+    """Return whether the library has been built and is still there."""
     try:
         library = json.loads(record_file().read_text(encoding="utf-8"))["library"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return Path(library).is_file() and not missing_tools()  # loading it asks ninja whether it is up to date
+    return Path(library).is_file()
 
 
-def ensure_adam(say: Callable[[str], None], command: Sequence[str] = (sys.executable, "-c", BUILD)) -> bool:
-    """Build the CPU optimizer unless it is there, and return whether it can be used; says what happens.
+def ensure_built(say: Callable[[str], None], command: Sequence[str] = (sys.executable, "-c", BUILD)) -> None:
+    """Build the library unless it is there; says what happens. Raises NotLegalError with every cause it cannot be.
 
     Only one process builds; others that come meanwhile wait for it and find the result.
     """
-    slower = "the optimizer runs on the host through PyTorch's AdamW, which is slower"
-    if why := missing_tools():
-        say(f"DeepSpeed's CPU optimizer cannot be compiled here ({'; '.join(why)}): {slower}")
-        return False
     record = record_file()
     record.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{record}.lock"):
-        if adam_is_ready():
-            return True
-        say("compiling DeepSpeed's CPU optimizer, once; this takes about a minute …")
+        if is_built():
+            return
+        if why := missing_tools():
+            raise NotLegalError([f"strategy.offload: nvme needs a library that must be compiled here: {w}" for w in why])
+        say("compiling DeepSpeed's library for NVMe, once; this takes a minute or two …")
         log = record.with_suffix(".log")
         library = _build(command, log)
         if library is None:
-            say(f"the compilation failed (see {log}): {slower}")
-            return False
+            raise NotLegalError(
+                [f"strategy.offload: nvme: DeepSpeed's library did not compile; its log is {log}; offload to cpu works"]
+            )
         record.write_text(json.dumps({"library": library}), encoding="utf-8")
         say("compiled")
-    return True
 
 
 def _build(command: Sequence[str], log: Path) -> str | None:
@@ -116,8 +118,11 @@ def _build(command: Sequence[str], log: Path) -> str | None:
     return None
 
 
-def prepare(offload_optimizer: str, say: Callable[[str], None]) -> None:
-    """Do what must be done before the ranks of a DeepSpeed run start. Raises InputError without DeepSpeed."""
+def prepare(offloads: Sequence[str], say: Callable[[str], None]) -> None:
+    """Do what must be done before the ranks of a DeepSpeed run start.
+
+    offloads: where optimizer and weights go. Raises InputError without DeepSpeed, NotLegalError without the build.
+    """
     require_deepspeed()
-    if offload_optimizer != "none":
-        ensure_adam(say)
+    if "nvme" in offloads:
+        ensure_built(say)

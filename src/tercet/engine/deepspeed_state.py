@@ -46,21 +46,16 @@ class Fragments:
 
     def _make_moments(self) -> None:
         """Allocate the moments now, not at the first step, so that a checkpoint can be read into them."""
-        compiled = type(self.base).__name__ == "DeepSpeedCPUAdam"
         for flat in self.flats:
             state = self.base.state[flat]
-            state["step"] = 0 if compiled else torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(flat, requires_grad=False)
 
     def set_updates(self, updates: int) -> None:
         """Set AdamW's own count of steps."""
         for flat in self.flats:
-            state = self.base.state[flat]
-            if isinstance(state["step"], Tensor):
-                state["step"].fill_(updates)
-            else:
-                state["step"] = updates
+            self.base.state[flat]["step"].fill_(updates)
 
     def __iter__(self) -> Iterator[Fragment]:
         for parameter, name in self._names.items():

@@ -126,7 +126,7 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
     if strategy.engine == "deepspeed":
         from tercet.engine import deepspeed_build
 
-        deepspeed_build.prepare(strategy.offload_optimizer, say)
+        deepspeed_build.prepare((strategy.offload_optimizer, strategy.offload_weights), say)
     accumulation = strategy.accumulation(work.batch_sequences)
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
