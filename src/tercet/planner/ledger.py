@@ -89,7 +89,7 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     # A single micro-batch is reduced at once, so nothing is ever held whole.
     keeps_whole = job.accumulation > 1 and not job.reduce_every_micro_batch
     peak["gradients"] = job.gradient_bytes * (max(whole, padded) if keeps_whole else padded)
-    if "gradients" in host:
+    if "gradients" in host and not keeps_whole:
         peak["gradients"] = 0
     return {"between_steps": between, "peak": peak}
 
@@ -268,7 +268,8 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
 def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool) -> float:
     """Return what is neither ours nor free: the allocator's unused pieces, the driver's context, NCCL."""
     if not on_gpu:
-        return PROCESS_BYTES
+        # The process itself, and freed blocks that the C library keeps: about as much as a step works with.
+        return PROCESS_BYTES + sum(rows.get(row, 0) for row in ("activations", "logits", "buffers"))
     allocated = sum(v for k, v in rows.items() if k != "reserve")
     return constants.reserve_share * allocated + CONTEXT_BYTES + (COLLECTIVE_BYTES if job.ranks > 1 else 0)
 
