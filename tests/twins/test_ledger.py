@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tercet.parallel.world import World
-from tercet.planner.ledger import ledger_for
+from tercet.planner.counts import Counts
+from tercet.planner.job import of_strategy
+from tercet.planner.ledger import host_rows, ledger_for
 from tercet.spec.strategy import Work
 from tests.tiny import STRATEGIES, micro_batches, tiny_engine, tiny_model, tiny_strategy
 
@@ -34,3 +36,26 @@ def test_exact(pools, precision, size, word, accumulation):
             for moment in ("between_steps", "peak"):
                 got = {row: measured[moment].get(row, 0) for row in ROWS_EXACT}
                 assert got == {row: planned[moment][row] for row in ROWS_EXACT}, (moment, keys)
+
+
+OFFLOADED = [("ddp", 1, "optimizer"), ("ddp", 3, "optimizer"), ("zero1", 2, "optimizer"), ("zero2", 3, "optimizer"),
+             ("zero3", 3, "optimizer"), ("zero3", 3, "weights")]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("word", "size", "what"), OFFLOADED)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_exact_with_the_optimizer_or_the_weights_on_the_host(pools, precision, word, size, what, accumulation):
+    rows = size * accumulation
+    keys = {"offload": {what: "cpu"}}
+    found = pools[size].run(held, word, precision, rows, keys, False)
+    for measured, planned in found:
+        for moment in ("between_steps", "peak"):
+            got = {row: measured[moment].get(row, 0) for row in ROWS_EXACT}
+            assert got == {row: planned[moment][row] for row in ROWS_EXACT}, moment
+    # What has left the cards is on the host: masters, moments, and at the peak the gradients.
+    model = tiny_model()
+    work = Work(16, rows, precision)
+    host = host_rows(Counts(model), of_strategy(tiny_strategy(word, size, rows, 1, **keys), work), True)
+    held_there = sum(m["peak"]["states"] for m, _ in found)
+    assert held_there == pytest.approx(host["states"] + host["pinned"], rel=0.03)

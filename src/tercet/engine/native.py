@@ -110,7 +110,7 @@ class NativeEngine:
             sharder.shard(module)
             layout = Sharded(module, self.spec, self.world, self._precision, strategy)
         else:
-            layout = Replicated(module, self.spec, self.world, self._precision)
+            layout = Replicated(module, self.spec, self.world, self._precision, strategy.offload_optimizer != "none")
         return layout
 
     def _make_moments(self) -> None:
@@ -261,7 +261,8 @@ class NativeEngine:
 
     def _held_bytes(self) -> dict[str, int]:
         rows = self.layout.held()
-        rows["optimizer"] = [t for p in self.layout.parts for t in self.optimizer.state[p.value].values()]
+        rows.setdefault("optimizer", [])
+        rows["states" if self.layout.on_host else "optimizer"] += [t for p in self.layout.parts for t in self.optimizer.state[p.value].values()]
         counted: set[int] = set()
         result = {}
         for row, tensors in rows.items():

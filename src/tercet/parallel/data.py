@@ -21,20 +21,28 @@ from tercet.spec.model import Model
 
 
 class Replicated:
-    """Layout of zero 0. Build on a module that holds fp32 values on the device."""
+    """Layout of zero 0. Build on a module that holds fp32 values on the device.
 
-    def __init__(self, module: nn.Module, spec: Model, world: World, precision: Precision):
+    With `on_host` the masters, their moments and a copy of the gradients live in host memory: after the last
+    micro-batch the summed gradients go there, the optimizer works there, and the new weights come back.
+    """
+
+    def __init__(self, module: nn.Module, spec: Model, world: World, precision: Precision, on_host: bool = False):
         self.module, self.world = module, world
         self._parameters = dict(module.named_parameters())
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
         for name, parameter in self._parameters.items():
             value = parameter.detach()
+            if on_host:
+                value = _pinned(value, world)
             if precision.has_master:
-                parameter.data = value.to(precision.compute)
+                parameter.data = parameter.detach().to(precision.compute)
             self.parts.append(Part(descriptions[name], 0, value.shape[0], value))
-        self._has_master = precision.has_master
+        self._has_master = precision.has_master or on_host
+        self.on_host = on_host
         self._attach_gradients()
+        self._host_gradients = _pinned(self._flat, world) if on_host else self._flat
 
     def _attach_gradients(self) -> None:
         # Backward fills the head first and the embedding last: the buffer follows, so buckets fill in order.
@@ -84,8 +92,14 @@ class Replicated:
             for work in self._sending:
                 work.wait()
             self._sending.clear()
+        if not self.on_host:
+            for part in self.parts:
+                part.value.grad = self._views[part.name]
+            return
+        self._host_gradients.copy_(self._flat)
         for part in self.parts:
-            part.value.grad = self._views[part.name]
+            view = self._views[part.name]
+            part.value.grad = self._host_gradients[view.storage_offset() : view.storage_offset() + view.numel()].view_as(view)
 
     def square_sum_is_global(self) -> bool:
         """Whether a sum over this rank's parts is already the sum over the whole model."""
@@ -112,7 +126,15 @@ class Replicated:
         """Return the tensors that this rank holds now, by ledger row."""
         weights = [p.detach() for p in self._parameters.values()]
         master = [p.value for p in self.parts] if self._has_master else []
+        if self.on_host:
+            return {"weights": weights, "master": [], "gradients": [self._flat], "states": [*master, self._host_gradients]}
         return {"weights": weights, "master": master, "gradients": [self._flat]}
+
+
+def _pinned(tensor: Tensor, world: World) -> Tensor:
+    """Return a copy in host memory, pinned when there is a card: copies then run at the link's full speed."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=world.device.type == "cuda")
+    return copy.copy_(tensor)
 
 
 def _accumulate_in(parameter: Tensor, buffer: Tensor) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +27,11 @@ from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
 from tercet.spec.model import Model
 from tercet.spec.strategy import Strategy
+
+
+def on_host(strategy: Strategy) -> bool:
+    """Whether the fp32 shards live in host memory. FSDP2 holds them once, so optimizer and weights go together."""
+    return strategy.offload_optimizer != "none" or strategy.offload_weights != "none"
 
 
 class Sharder:
@@ -40,6 +45,9 @@ class Sharder:
             ),
             "reshard_after_forward": strategy.zero == 3,
         }
+        if on_host(strategy):
+            # Shards, their gradients and the optimizer live in host memory; each gather uploads this rank's shard.
+            self.options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, module: nn.Module) -> None:
         """Shard what the module holds and no earlier call has sharded; its values must be in place, in fp32."""
@@ -52,6 +60,7 @@ class Sharded:
     def __init__(self, module: FSDPModule, spec: Model, world: World, precision: Precision, strategy: Strategy):
         self.module, self.world = module, world
         self._has_master = precision.has_master
+        self.on_host = on_host(strategy)
         self._keep_weights = strategy.zero < 3
         self._reduce_once = strategy.reduce_gradients == "once_per_step"
         # A sum over ranks, not FSDP2's average: the loss is divided by the global token count already. Both calls
@@ -108,10 +117,10 @@ class Sharded:
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank holds now, by ledger row."""
-        rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": []}
-        shards = "master" if self._has_master else "weights"
+        rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": [], "states": []}
+        shards = "states" if self.on_host else "master" if self._has_master else "weights"
         rows[shards] += [p.to_local() for p in self._parameters.values()]
-        rows["gradients"] += [p.grad.to_local() for p in self._parameters.values() if p.grad is not None]
+        rows["states" if self.on_host else "gradients"] += [p.grad.to_local() for p in self._parameters.values() if p.grad is not None]
         for parameter in _fsdp_parameters(self._fsdp_modules()):
             gathered = getattr(parameter, "_unsharded_param", None)  # its whole gradient may outlive its values
             if gathered is not None:

@@ -110,6 +110,9 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
     deepspeed = strategy.engine == "deepspeed"
     if deepspeed and "optimizer" in offload:
         offload.add("gradients")  # its ZeRO moves each reduced gradient to the host at once
+    if strategy.engine == "native" and strategy.zero and strategy.ranks > 1 and offload & {"optimizer", "weights"}:
+        # FSDP2 holds the shards once, with their gradients and the optimizer: there is no second copy of the weights.
+        offload = offload - {"weights"} | {"optimizer", "gradients"}
     accumulation = strategy.accumulation(work.batch_sequences)
     places = accumulation * strategy.ranks * strategy.micro_batch
     return Job(

@@ -300,8 +300,8 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading."""
     trained = job.trained_parameters(counts)
     states = 0.0
-    if "optimizer" in job.offload:
-        states += (max(job.master_bytes, 4) + job.state_bytes) * trained
+    if "optimizer" in job.offload:  # replicas each have their own
+        states += (max(job.master_bytes, 4) + job.state_bytes) * trained * (job.shards if job.zero == 0 else 1)
     if "weights" in job.offload:
         states += (
             job.frozen_bytes * (counts.parameters - counts.outside_parameters)
@@ -316,7 +316,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals
     if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
-        pinned += 4 * trained
+        pinned += 4 * trained * (job.shards if job.zero == 0 else 1)
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
     loading = 4 * counts.largest_tensor * job.ranks
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)

@@ -80,8 +80,10 @@ def not_built(recipe: Recipe) -> list[str]:
         if getattr(s, axis) != 1:
             why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
     for what in ("optimizer", "weights", "activations"):
-        if getattr(s.offload, what) != "none" and not (deepspeed and what != "activations"):
-            why.append(f"strategy.offload.{what}: {getattr(s.offload, what)} is not built yet; none is")
+        where = getattr(s.offload, what)
+        if where != "none" and (what == "activations" or (where == "nvme" and not deepspeed)):
+            other = "none" if what == "activations" else "cpu, and nvme with strategy.engine=deepspeed,"
+            why.append(f"strategy.offload.{what}: {where} is not built yet; {other} is")
     if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
         why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
     if recipe.train.precision not in ("bf16", "fp32", *(("fp16",) if deepspeed else ())):
@@ -131,6 +133,11 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
 def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -> list[str]:
     """Return one sentence per reason why this strategy cannot run; empty when it can."""
     why = _why_not_deepspeed(strategy, work, machine) if strategy.engine == "deepspeed" else []
+    if strategy.engine == "native" and strategy.offload_weights != "none" and (strategy.zero == 0 or strategy.ranks == 1):
+        why.append(
+            f"strategy.offload.weights: {strategy.offload_weights} needs weights that are sharded over several ranks "
+            "(zero 1, 2 or 3); strategy.offload.optimizer=cpu works without"
+        )
     if strategy.zero < 2 and strategy.reduce_gradients == "every_micro_batch" and strategy.ranks > 1:
         why.append(
             f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"

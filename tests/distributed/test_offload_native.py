@@ -1,0 +1,64 @@
+"""The native engine with optimizer or weights on the host: the same numbers, and resuming bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tercet.errors import NotLegalError
+from tercet.parallel.world import World
+from tercet.spec.strategy import Work, why_not
+from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
+
+ROWS, STEPS = 7, 4
+OPTIMIZER, WEIGHTS = {"offload": {"optimizer": "cpu"}}, {"offload": {"weights": "cpu"}}
+
+
+def train(world: World, word: str, micro: int, precision: str, keys: dict, folder=None):
+    engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, micro, **keys), precision)
+    results = []
+    for step in range(STEPS):
+        r = engine.step(micro_batches(step, world.rank, world.size, micro, ROWS), 1e-2)
+        results.append((r.loss, r.grad_norm))
+        if folder is not None and step == 1:
+            engine.save(folder).wait()
+            world.barrier()
+    return results, whole_weights(engine)
+
+
+def resume(world: World, word: str, precision: str, keys: dict, folder):
+    engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, 1, **keys), precision)
+    engine.load(folder)
+    losses = []
+    for step in range(2, STEPS):
+        losses.append(engine.step(micro_batches(step, world.rank, world.size, 1, ROWS), 1e-2).loss)
+    return losses, whole_weights(engine)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("word", "size", "keys"),
+    [("single", 1, OPTIMIZER), ("ddp", 2, OPTIMIZER), ("zero2", 3, OPTIMIZER), ("zero3", 3, WEIGHTS)],
+)
+def test_offload_moves_no_number(pools, precision, word, size, keys):
+    expected, weights = pools[size].run(train, word, 1, precision, {})[0]
+    for got, got_weights in pools[size].run(train, word, 1, precision, keys):
+        assert got == [pytest.approx(pair, rel=1e-6) for pair in expected]
+        for name, tensor in weights.items():
+            torch.testing.assert_close(got_weights[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("word", "size", "keys"), [("single", 1, OPTIMIZER), ("zero3", 3, OPTIMIZER)])
+def test_resume_is_bit_for_bit(pools, tmp_path, word, size, keys):
+    expected, weights = pools[size].run(train, word, 1, "bf16", keys, tmp_path)[0]
+    losses, got = pools[size].run(resume, word, "bf16", keys, tmp_path)[0]
+    assert losses == [loss for loss, _ in expected[2:]]
+    for name, tensor in weights.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_weights_on_the_host_need_shards():
+    strategy = tiny_strategy("single", 1, ROWS, 1, **WEIGHTS)
+    why = why_not(tiny_model(), strategy, Work(16, ROWS))
+    assert any("strategy.offload.optimizer=cpu works without" in sentence for sentence in why)
+    assert NotLegalError(why).exit_code == 3
