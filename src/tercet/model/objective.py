@@ -46,8 +46,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        grad_weight = grad_weight * grad
-        return (grad_hidden * grad.to(grad_hidden.dtype)), grad_weight.to(grad_hidden.dtype), None, None
+        # In place: a second copy of the head's gradient would be the largest thing held. Running backward twice is
+        # then an error, which autograd reports.
+        grad_hidden.mul_(grad.to(grad_hidden.dtype))
+        return grad_hidden, grad_weight.mul_(grad).to(grad_hidden.dtype), None, None
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]]) -> None:
 def _run_to_the_end(run: RunFolder, ranks: int, lock: RunLock, restarts: int, say: Callable[[str], None]) -> None:
     for attempt in range(restarts + 1):
         try:
-            _Ranks(run, ranks, lock).wait()
+            _Ranks(run, ranks, lock, say).wait()
             return
         except TercetError as error:
             if error.exit_code != 1 or attempt == restarts:
@@ -220,8 +220,11 @@ def _run_to_the_end(run: RunFolder, ranks: int, lock: RunLock, restarts: int, sa
 class _Ranks:
     """The processes of one start. The first signal is passed on to them, the second ends them."""
 
-    def __init__(self, run: RunFolder, ranks: int, lock: RunLock):
+    def __init__(self, run: RunFolder, ranks: int, lock: RunLock, say: Callable[[str], None]):
+        from tercet.probe.selftest import environment_for
+
         self._run, self._asked = run, 0
+        self._repairs = environment_for(ranks, say)  # on cards whose peer access lies or hangs
         self._ended_here: set[int] = set()  # ranks that did not end by themselves after another had failed
         run.logs.mkdir(parents=True, exist_ok=True)
         for old in run.logs.glob("error-rank-*.json"):
@@ -233,7 +236,7 @@ class _Ranks:
         lock.ranks([p.pid for p in self._ranks])
 
     def _start(self, rank: int, ranks: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
+        environment = {**os.environ, **self._repairs}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         # Without this every rank starts a thread per core and they take turns pushing each other off.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
