@@ -6,7 +6,6 @@ Shape letters: B rows, T tokens, N = B * T, K experts per token, E experts, W wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +17,9 @@ from tercet.model.swiglu import FeedForward
 from tercet.spec.blocks.moe import MoE
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What the gate decided: weights (N, K) and scores (N, E) in fp32, experts (N, K)."""
-
-    weights: Tensor
-    experts: Tensor
-    scores: Tensor
+# What the gate decides: weights (N, K) and scores (N, E) in fp32, experts (N, K). A plain tuple, because DeepSpeed's
+# ZeRO-3 finds a module's outputs in tuples only, and gathers weights for backward by them.
+Choice = tuple[Tensor, Tensor, Tensor]
 
 
 class Gate(nn.Module):
@@ -49,6 +44,7 @@ class Gate(nn.Module):
         return self
 
     def forward(self, x_NW: Tensor) -> Choice:
+        """Return (weights, experts, scores)."""
         gate = self.spec.gate
         with torch.autocast(x_NW.device.type, enabled=False):
             logits = F.linear(x_NW.float(), self.weight.float())
@@ -59,7 +55,7 @@ class Gate(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if gate.scale != 1.0:
             weights = weights * gate.scale
-        return Choice(weights, experts, scores)
+        return weights, experts, scores
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return each token's experts, (N, K): the best by score plus bias, within its best groups."""
@@ -93,12 +89,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
         flat = x.flatten(0, -2)
-        choice = self.gate(flat)
-        weights, loss = choice.weights, None
+        weights, chosen, scores = self.gate(flat)
+        loss = None
         if tally is not None:
-            weights = count_in_backward(weights, choice.experts, tally, self.gate.counts)
-            loss = balance_loss(choice.scores, choice.experts, tally, self.gate.share)
-        out = self.experts(flat, choice.experts, weights).view_as(x)
+            weights = count_in_backward(weights, chosen, tally, self.gate.counts)
+            loss = balance_loss(scores, chosen, tally, self.gate.share)
+        out = self.experts(flat, chosen, weights).view_as(x)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return out, loss
