@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tercet.engine import Engine, MicroBatch, Terms
+from tercet.engine import Engine, MicroBatch, StepResult, Terms
 from tercet.errors import InterruptedRun, TercetError
 from tercet.parallel.world import World
 from tercet.spec.recipe import OptimSection, TrainSection
@@ -106,7 +106,7 @@ class Loop:
         result = self.engine.step(batches, lr, self.terms(p.updates))
         p.step += 1
         if not result.updated:
-            self._skip(result.loss, result.grad_norm, rows)
+            self._skip(result, rows)
             return
         p.updates += 1
         p.skipped_in_a_row = 0
@@ -119,24 +119,34 @@ class Loop:
                 tokens_per_second=result.tokens / seconds, **result.load,
             )  # fmt: skip
 
-    def _skip(self, loss: float, norm: float, rows: list[int]) -> None:
-        """A step that is not finite changed nothing on any rank. Find out whose it was, then skip or stop."""
-        p = self.progress
+    def _skip(self, result: StepResult, rows: list[int]) -> None:
+        """A step that is not finite changed nothing on any rank. Find out whose it was, then skip or stop.
+
+        Under fp16's dynamic loss scaling a finite loss whose scaled gradients overflow is how the scale is found:
+        such steps are passed over, counted and shown, and stop the run only when there are too many in a row.
+        """
+        p, loss, norm = self.progress, result.loss, result.grad_norm
         p.skipped_in_a_row += 1
+        overflow = result.loss_scale is not None and math.isfinite(loss)
         lost = [(rank, r) for rank, r in enumerate(self.world.gather(self._nonfinite_rows(rows))) if r]
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, r))}" for rank, r in lost) or "the gradients"
         text = f"step {p.step}: loss {loss}, gradient norm {norm} (not finite: {where})"
+        scale = {}
+        if result.loss_scale is not None:
+            text += f"; loss scale now {result.loss_scale:g}"
+            scale = {"loss_scale": result.loss_scale}
         if self.record is not None:
-            self.record.event("skip", step=p.step, loss=repr(loss), grad_norm=repr(norm), where=where)
-            self.record.say(f"{text}; the step was skipped")
-        if self.train.nonfinite == "stop":
+            self.record.event("skip", step=p.step, loss=repr(loss), grad_norm=repr(norm), where=where, **scale)
+            self.record.say(f"{text}; the step was skipped ({p.step - p.updates} so far)")
+        if self.train.nonfinite == "stop" and not overflow:
             raise TercetError(
                 f"{text}; stopped before the update",
                 "Look at those rows; lower optim.lr; or set train.nonfinite=skip to pass over such steps.",
             )
         if p.skipped_in_a_row >= self.train.nonfinite_limit:
             raise TercetError(
-                f"{text}; {p.skipped_in_a_row} steps in a row were skipped, the last that train.nonfinite_limit allows"
+                f"{text}; {p.skipped_in_a_row} steps in a row were skipped, the last that train.nonfinite_limit allows",
+                "Weights born in bf16 often exceed fp16's range: use train.precision=bf16." if overflow else None,
             )
 
     def _nonfinite_rows(self, rows: list[int]) -> list[int]:

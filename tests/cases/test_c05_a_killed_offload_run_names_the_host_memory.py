@@ -1,0 +1,25 @@
+"""C05: a rank that the kernel ends is reported as such, with the machine's memory, and not as a hang."""
+
+from __future__ import annotations
+
+from tests.deepspeed_tiny import needs_deepspeed
+
+
+@needs_deepspeed
+def test_signal_9_in_an_offloaded_run(cli):
+    cli.inject("""
+        if RANK == 1:
+            import os, signal, threading, time
+            def watch():
+                while not os.path.exists("run/events.jsonl"):
+                    time.sleep(0.02)
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Thread(target=watch, daemon=True).start()
+    """)
+    out = cli.run(
+        "train", "small.yaml", "strategy.engine=deepspeed", "strategy.zero=2", "strategy.offload.optimizer=cpu",
+        "train.steps=2000", "--ranks", "2", "--output", "run", code=1,
+    )  # fmt: skip
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in out.stderr
+    assert "for want of host RAM" in out.stderr and "GB in this machine" in out.stderr
+    assert "tercet train --resume" in out.stderr
