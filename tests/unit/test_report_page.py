@@ -241,6 +241,19 @@ def test_models_with_experts_have_a_chart_of_their_load(tmp_path):
     assert "Expert load" not in page_of(finished(tmp_path / "dense")).text("h3")
 
 
+def test_every_experts_load_is_shown(tmp_path):
+    fake = FakeRun(tmp_path / "run")
+    fake.begin()
+    fake.step(1, expert_load=2.0, idle_experts=1)
+    fake.event("experts", step=1, counts=[[10, 10, 20, 0], [10, 10, 10, 10]])
+    page = page_of(fake)
+    assert "Experts" in page.text("h2")
+    assert "200 %" in page.text("td")
+    assert "100, 100, 200, 0" in page.text("td")
+    fake.event("experts", step=2, counts="broken")
+    assert "Experts" not in page_of(fake).text("h2")
+
+
 def test_an_older_page_is_replaced(tmp_path):
     fake = finished(tmp_path / "run")
     fake.run.report.write_text("old")

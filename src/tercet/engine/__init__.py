@@ -59,6 +59,7 @@ class StepResult:
     tokens: int
     updated: bool = True
     load: dict[str, float] = field(default_factory=dict)
+    expert_counts: list[list[int]] = field(default_factory=list)  # tokens sent to each expert, a list per layer
     loss_scale: float | None = None  # of fp16's dynamic loss scaling, after this step
 
 

@@ -181,7 +181,7 @@ class NativeEngine:
             return result
         load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
         figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
-        return replace(result, load=figures)
+        return replace(result, load=figures, expert_counts=load.counts.long().tolist())
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:

@@ -74,6 +74,7 @@ def render(story: Story) -> str:
         comparison_note=comparison_note(story.compared),
         samples=_samples(story),
         checkpoints=_checkpoints(story),
+        experts=_experts(story),
         skips=_skips(story),
         skip_count=len(story.skips),
         sessions=[
@@ -220,6 +221,25 @@ def _checkpoints(story: Story) -> list[dict[str, str]]:
                 "seconds": show_seconds(took) if took is not None else "–",
                 "state": plain(c.fault) if c.fault else state,
                 "style": "bad" if c.fault else style,
+            }
+        )
+    return rows
+
+
+def _experts(story: Story) -> list[dict[str, Any]]:
+    """Return a row per layer with experts: each expert's load in percent of an even share, and the extremes."""
+    rows = []
+    for n, counts in enumerate(story.expert_counts, start=1):
+        mean = sum(counts) / len(counts)
+        loads = [100 * c / mean if mean else 0.0 for c in counts]
+        rows.append(
+            {
+                "layer": n,
+                "tokens": show_count(sum(counts)),
+                "fullest": f"{max(loads):.0f} %",
+                "emptiest": f"{min(loads):.0f} %",
+                "idle": sum(c == 0 for c in counts),
+                "loads": ", ".join(f"{load:.0f}" for load in loads),
             }
         )
     return rows

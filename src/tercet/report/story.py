@@ -64,6 +64,7 @@ class Story:
     samples: list[dict[str, Any]]
     skips: list[dict[str, Any]]
     saves: list[dict[str, Any]]
+    expert_counts: list[list[int]]  # the newest, a list per layer with experts; empty for other models
     checkpoints: list[SavedStep]
     damaged_lines: list[int]
     headline: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +104,7 @@ def read_story(run: RunFolder) -> Story:
         samples=[e for e in events if e["event"] == "sample"],
         skips=[e for e in events if e["event"] == "skip"],
         saves=[e for e in events if e["event"] == "checkpoint"],
+        expert_counts=_expert_counts([e for e in events if e["event"] == "experts"]),
         checkpoints=read_checkpoints(run.checkpoints),
         damaged_lines=damaged,
     )
@@ -275,3 +277,12 @@ def _whole(value: Any) -> int | None:
 
 def _first(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
+
+
+def _expert_counts(events: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the newest event's counts; an event that is not lists of whole numbers tells nothing."""
+    counts = events[-1].get("counts") if events else None
+    if not isinstance(counts, list) or not all(isinstance(layer, list) and layer for layer in counts):
+        return []
+    good = all(isinstance(n, int) and n >= 0 for layer in counts for n in layer)
+    return counts if good else []

@@ -118,6 +118,8 @@ class Loop:
                 p.step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=result.tokens, seconds=seconds,
                 tokens_per_second=result.tokens / seconds, **result.load,
             )  # fmt: skip
+            if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
+                self.record.event("experts", step=p.step, counts=result.expert_counts)
 
     def _skip(self, result: StepResult, rows: list[int]) -> None:
         """A step that is not finite changed nothing on any rank. Find out whose it was, then skip or stop.
