@@ -108,16 +108,35 @@ def write_error(path: Path, content: dict[str, Any]) -> None:
         print(content, flush=True)
 
 
-def run_as_rank(recipe: Recipe, run: RunFolder, number: int, stop: Stop, join: Callable[[], World]) -> int:
-    """Run this process's rank to its end and return the exit code; errors are reported, not raised."""
+def run_as_rank(
+    recipe: Recipe, run: RunFolder, number: int, stop: Stop, join: Callable[[], World], watched: str | None = None
+) -> int:
+    """Run this process's rank to its end and return the exit code; errors are reported, not raised.
+
+    `watched`: FIRST:COUNT, steps whose share of communication goes into the run folder (tercet bench).
+    """
     me = Rank(run, number)
+    at = me.at
     try:
+        if watched is not None:
+            from tercet.probe.communication import Watch
+
+            watch = Watch(*map(int, watched.split(":")))
+
+            def at(step: int, rows: list[int]) -> None:
+                me.at(step, rows)
+                watch.at(step)
+
         from tercet.parallel.world import close_world
         from tercet.training.record import safe_console
         from tercet.training.run import run_rank
 
         world = join()
-        run_rank(recipe, run, world, stop, safe_console(me.console_file) if number == 0 else None, me.at)
+        run_rank(recipe, run, world, stop, safe_console(me.console_file) if number == 0 else None, at)
+        if watched is not None:
+            from tercet.training.record import write_json
+
+            write_json(run.path / "communication.json", {"share": watch.share})
         close_world(world)
         return 0
     except BaseException as error:
@@ -137,7 +156,7 @@ def main() -> None:
 
         return open_world(recipe.train.collective_timeout_seconds, sys.argv[2])
 
-    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join)
+    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[3:])
     # Not sys.exit: after a broken collective, library threads may never join.
     sys.stdout.flush()
     os._exit(code)

@@ -40,8 +40,12 @@ def train(
     output: str | None = None,
     restarts: int = 0,
     say: Callable[[str], None] = lambda text: None,
+    watch: tuple[int, int] | None = None,
 ) -> Path:
-    """Train a recipe and return the run folder. Raises TercetError (its exit_code says which kind)."""
+    """Train a recipe and return the run folder. Raises TercetError (its exit_code says which kind).
+
+    `watch`: (first, count) of steps during which rank 0 looks at its collectives, for tercet bench.
+    """
     recipe = load_recipe(recipe_name, overrides)
     plan = make_plan(recipe, ranks, say)
     run = new_run(recipe, output)
@@ -49,7 +53,7 @@ def train(
     try:
         write_run(run, recipe, plan)
         say(f"run folder: {run.path}")
-        _run_to_the_end(run, plan["strategy"]["ranks"], lock, restarts, say)
+        _run_to_the_end(run, plan["strategy"]["ranks"], lock, restarts, say, watch)
     finally:
         lock.release()
         leave_report(run, say)
@@ -206,10 +210,17 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]]) -> None:
 # ------------------------------------------------------------------------------------------------- the ranks
 
 
-def _run_to_the_end(run: RunFolder, ranks: int, lock: RunLock, restarts: int, say: Callable[[str], None]) -> None:
+def _run_to_the_end(
+    run: RunFolder,
+    ranks: int,
+    lock: RunLock,
+    restarts: int,
+    say: Callable[[str], None],
+    watch: tuple[int, int] | None = None,
+) -> None:
     for attempt in range(restarts + 1):
         try:
-            _Ranks(run, ranks, lock, say).wait()
+            _Ranks(run, ranks, lock, say, watch).wait()
             return
         except TercetError as error:
             if error.exit_code != 1 or attempt == restarts:
@@ -220,10 +231,17 @@ def _run_to_the_end(run: RunFolder, ranks: int, lock: RunLock, restarts: int, sa
 class _Ranks:
     """The processes of one start. The first signal is passed on to them, the second ends them."""
 
-    def __init__(self, run: RunFolder, ranks: int, lock: RunLock, say: Callable[[str], None]):
+    def __init__(
+        self,
+        run: RunFolder,
+        ranks: int,
+        lock: RunLock,
+        say: Callable[[str], None],
+        watch: tuple[int, int] | None = None,
+    ):
         from tercet.probe.selftest import environment_for
 
-        self._run, self._asked = run, 0
+        self._run, self._asked, self._watched = run, 0, watch
         self._repairs = environment_for(ranks, say)  # on cards whose peer access lies or hangs
         self._ended_here: set[int] = set()  # ranks that did not end by themselves after another had failed
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -241,6 +259,8 @@ class _Ranks:
         # Without this every rank starts a thread per core and they take turns pushing each other off.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         command = [sys.executable, "-m", "tercet.training.rank", str(self._run.path), f"{self._meeting.name}/store"]
+        if self._watched is not None and rank == 0:
+            command.append("{}:{}".format(*self._watched))
         # A session of their own: Ctrl-C in the terminal reaches the supervisor alone, which passes it on once.
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
