@@ -15,7 +15,7 @@ from tercet.planner.ledger import tensors_at_peak
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.machine import Machine
 
-ROWS = ("matmul", "attention", "elementwise", "loss", "dequantize", "launch", "optimizer", "communication", "host",
+ROWS: tuple[str, ...] = ("matmul", "attention", "elementwise", "loss", "dequantize", "launch", "optimizer", "communication", "host",
         "bubble")  # fmt: skip
 
 # Kernels of one layer's forward, by how it is run: counted in transformers' Llama layer (two norms of six, four
@@ -110,7 +110,7 @@ def _exposed(seconds: float, compute: float, overlap: float) -> float:
 
 def micro_batch(counts: Counts, job: Job, speed: Rates, c: Constants) -> dict[str, float]:
     """Return seconds of one micro-batch's forward and backward on one rank, by row, without communication."""
-    rows = dict.fromkeys(ROWS, 0.0)
+    rows: dict[str, float] = dict.fromkeys(ROWS, 0.0)
     kernels = 0.0
     for kind in counts.kinds:
         for row, seconds in _layer(counts, kind, job, speed, c).items():

@@ -16,7 +16,7 @@ from tercet.planner.ledger import host_rows, moments, phases
 from tercet.planner.legal import refusals
 from tercet.spec.machine import Machine
 from tercet.spec.recipe import StrategySection
-from tercet.spec.strategy import Strategy, Work
+from tercet.spec.strategy import Recompute, Strategy, Work
 from tercet.units import show_bytes
 
 LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
@@ -228,7 +228,7 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
         zeros = [0]
     else:
         zeros = [0, 1, 2, 3] if section.zero == "auto" else [section.zero]
-    recomputes = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
         # zero 2 that reduces once per step holds and sends what zero 1 does: one line of the table is enough.
@@ -266,7 +266,7 @@ OPEN_FOR_OFFLOAD = {
 def offloaded(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
     """Yield DeepSpeed's strategies with the optimizer, or the weights too, in host memory: what native has not."""
     zeros = [2, 3] if section.zero == "auto" else [z for z in (section.zero,) if z in (2, 3)]
-    recomputes = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero, weights in ((z, w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]):
         for recompute in recomputes:

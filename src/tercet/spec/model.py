@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tercet.spec.blocks.cost import Kept, Matmul
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,28 @@ class Block(Protocol):
     def flops(self, width: int, tokens: int, context: float) -> int:
         """Return the forward FLOPs of `tokens` tokens that each attend to `context` tokens on average."""
         ...
+
+
+    def matmuls(self, width: int) -> tuple[Matmul, ...]: ...
+
+    def kept(self, width: int) -> Kept:
+        """Return what a token keeps for backward, by recompute level."""
+        ...
+
+
+class AttentionBlock(Block, Protocol):
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Return the numbers of a token's queries and of its values, over all heads."""
+        ...
+
+
+class FeedForwardBlock(Block, Protocol):
+    @property
+    def ffn(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -73,8 +98,8 @@ class Balance:
 
 @dataclass(frozen=True)
 class Layer:
-    attention: Block
-    feedforward: Block
+    attention: AttentionBlock
+    feedforward: FeedForwardBlock
 
     def tensors(self, prefix: str, width: int) -> tuple[Tensor, ...]:
         return (

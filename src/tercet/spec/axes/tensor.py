@@ -15,8 +15,8 @@ def legal(model: Model, size: int) -> list[str]:
     parts: dict[str, int] = {}
     for layer in model.layers:
         parts["heads"] = layer.attention.heads
-        if getattr(layer.attention, "kv_heads", None):
-            parts["key-value heads"] = layer.attention.kv_heads
+        if kv_heads := getattr(layer.attention, "kv_heads", None):
+            parts["key-value heads"] = kv_heads
         parts["feed-forward width"] = layer.feedforward.ffn
     parts["vocabulary"] = model.vocabulary
     bad = [f"{n} {what}" for what, n in parts.items() if n % size]

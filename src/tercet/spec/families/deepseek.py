@@ -19,7 +19,7 @@ from tercet.spec.families.common import (
     shared_sizes,
     shared_to_hf,
 )
-from tercet.spec.model import Balance, Block, Layer, Model
+from tercet.spec.model import AttentionBlock, Balance, Layer, Model
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
@@ -123,7 +123,7 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else float(given)
 
 
-def _attention(sizes: Sizes, family: str) -> Block:
+def _attention(sizes: Sizes, family: str) -> AttentionBlock:
     bias = bool(sizes.get("attention_bias", False))
     if family == "deepseek":
         return build_gqa(sizes, bias=bias, output_bias=bias)

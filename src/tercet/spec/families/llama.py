@@ -30,7 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-1.2b-32k": {"vocabulary": 32_000, "width": 2048, "layers": 24, "heads": 16, "ffn": 5632,
                        "context_tokens": 2048},
     # Ours: small enough for two CPU cores.
-    "first-light": {"vocabulary": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 704,
+    "first-light": {"vocabulary": 1024, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 704,
                     "context_tokens": 512, "tied": True},
     # deepseek-ai/deepseek-llm-7b-base
     "deepseek-llm-7b": {"vocabulary": 102_400, "width": 4096, "layers": 30, "heads": 32, "ffn": 11_008,

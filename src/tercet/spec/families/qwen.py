@@ -17,7 +17,7 @@ from tercet.spec.families.common import (
     shared_sizes,
     shared_to_hf,
 )
-from tercet.spec.model import Balance, Block, Layer, Model
+from tercet.spec.model import Balance, FeedForwardBlock, Layer, Model
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -86,7 +86,7 @@ def build(sizes: Sizes, name: str = "") -> Model:
     return build_model(sizes, name, family, layers=tuple(layers), balance=balance)
 
 
-def _feedforward(sizes: Sizes, family: str, n: int) -> Block:
+def _feedforward(sizes: Sizes, family: str, n: int) -> FeedForwardBlock:
     if (
         family != "qwen3_moe"
         or n in (sizes.get("dense_layer_numbers") or ())
