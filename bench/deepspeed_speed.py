@@ -38,11 +38,11 @@ def batches_of(world: Any, step: int, micro: int) -> list[Any]:
 def by_hand(world: Any, zero: int, steps: int) -> tuple[float, float]:
     """The loop that one writes without Tercet: returns (seconds of the steps after the first, last loss)."""
     import torch
+    from tests.tiny import tiny_model
 
     from tercet.engine.deepspeed import _join, import_deepspeed
     from tercet.model.decoder import Decoder, initial_tensor
     from tercet.model.weights import make_buffers
-    from tests.tiny import tiny_model
 
     spec = tiny_model(**SIZES)
     engine = tercet_engine(world, zero)  # only to take over its JSON: the same buckets

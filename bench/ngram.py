@@ -11,6 +11,7 @@ after its first, documents kept apart.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections import Counter, defaultdict
@@ -30,7 +31,7 @@ DISCOUNT = 0.75
 def documents(rows, sequence: int) -> Iterator[list[int]]:
     """Yield the token lists of packed rows: one per document piece, padding left out."""
     for ids, edges, trained in rows:
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in itertools.pairwise(edges):
             if trained[a : max(a + 1, b - 1)].any():
                 yield ids[a:b].tolist()
 

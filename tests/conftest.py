@@ -25,7 +25,7 @@ def text_cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture()
+@pytest.fixture
 def cli(tmp_path: Path, text_cache: Path) -> Cli:
     return Cli(tmp_path, text_cache)
 

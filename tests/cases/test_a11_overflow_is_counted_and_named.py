@@ -115,7 +115,7 @@ def test_overflows_that_find_the_scale_do_not_stop_a_run():
 def test_a_scale_that_only_falls_stops_the_run():
     engine = Overflowing(set(range(1, 20)))
     loop = loop_of(engine, Batches(engine, set()), ALONE)
-    with pytest.raises(TercetError, match="3 steps in a row were skipped") as caught:
+    with pytest.raises(TercetError, match="3 steps in a row were skipped") as caught:  # noqa: PT012
         while True:
             loop._step()
     assert "loss scale now 8192" in str(caught.value) and "step 3" in str(caught.value)

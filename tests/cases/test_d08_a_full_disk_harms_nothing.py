@@ -19,7 +19,7 @@ from tests.cases.checkpoints import SmallEngine, checkpoints, state
 Usage = collections.namedtuple("Usage", "total used free")
 
 
-@pytest.fixture()
+@pytest.fixture
 def keeper_with_one(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "POLL_SECONDS", 0.001)
     checkpoints(tmp_path).save(SmallEngine(), state(1))

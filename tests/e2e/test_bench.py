@@ -19,7 +19,7 @@ def test_one_and_two_ranks(cli):
     assert [(r["strategy"], r["ranks"]) for r in report["rows"]] == [("single", 1), ("ddp", 2), ("zero3", 2)]
     assert report["rehearsal"] and report["refused"] == []
     for row in report["rows"]:
-        steps = [e for e in cli.events(f"b/{'ddp' if row['strategy'] != 'zero3' else 'zero3'}-{row['ranks']}", "step")]
+        steps = list(cli.events(f"b/{'ddp' if row['strategy'] != 'zero3' else 'zero3'}-{row['ranks']}", "step"))
         rates = sorted(e["tokens_per_second"] for e in steps if 1 < e["step"] <= 4)
         assert row["tokens_per_second"] == pytest.approx(rates[1])  # the median of the three timed steps
         assert row["peak_bytes"] > 50e6

@@ -16,7 +16,6 @@ from tercet.model.experts import Experts
 from tercet.model.swiglu import FeedForward
 from tercet.spec.blocks.moe import MoE
 
-
 # What the gate decides: weights (N, K) and scores (N, E) in fp32, experts (N, K). A plain tuple, because DeepSpeed's
 # ZeRO-3 finds a module's outputs in tuples only, and gathers weights for backward by them.
 Choice = tuple[Tensor, Tensor, Tensor]

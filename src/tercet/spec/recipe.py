@@ -364,9 +364,8 @@ def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dic
         key = key.strip()
         _set(tree, key, _override_value(value, override))
         lines[key] = f"{override!r} on the command line"
-        if other := INSTEAD.get(key):
-            if other not in given and isinstance(tree.get("train"), dict):
-                tree["train"].pop(other.partition(".")[2], None)
+        if (other := INSTEAD.get(key)) and other not in given and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other.partition(".")[2], None)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -530,7 +529,7 @@ def _sentence(fault: Any, key: str, parts: list[str]) -> str:
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return f"{key} is {value!r}{nearest(str(value), choices)}; it must be one of {', '.join(choices)}"
     if kind == "value_error":
-        return f"{key}: {str(context['error'])}" if key else str(context["error"])
+        return f"{key}: {context['error']!s}" if key else str(context["error"])
     what = {"int_parsing": "a whole number", "int_from_float": "a whole number", "int_type": "a whole number",
             "float_parsing": "a number", "float_type": "a number", "bool_parsing": "true or false",
             "bool_type": "true or false", "string_type": "a text", "list_type": "a text or a list",
