@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.engine import MicroBatch, StepResult, Terms
-from tercet.engine.deepspeed_build import require_deepspeed, search_path
 from tercet.engine.deepspeed_config import deepspeed_config
+from tercet.engine.deepspeed_here import require_deepspeed
 from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.seeds import seed_random_numbers
@@ -322,7 +322,6 @@ class DeepSpeedEngine:
 def import_deepspeed() -> Any:
     """Return the library, kept quiet. Raises InputError with the way to install it."""
     require_deepspeed()
-    os.environ["PATH"] = search_path()  # its compiled parts ask ninja at every start
     with _quiet(), _uncompiled():
         import deepspeed
         import deepspeed.ops

@@ -64,10 +64,6 @@ def deepspeed_config(
         config["fp16"] |= {
             "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1,
         }  # fmt: skip
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_weights):
-        config["aio"] = {
-            "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
-        }  # fmt: skip
     return config
 
 
@@ -83,12 +79,12 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, A
         "reduce_bucket_size": bucket,
     }
     if strategy.offload_optimizer != "none":
-        section["offload_optimizer"] = offload(strategy.offload_optimizer, strategy, on_card)
+        section["offload_optimizer"] = offload(strategy.offload_optimizer, on_card)
     if strategy.zero < 3:
         section |= {"allgather_partitions": True, "allgather_bucket_size": bucket, "round_robin_gradients": False}
         return section
     if strategy.offload_weights != "none":
-        section["offload_param"] = offload(strategy.offload_weights, strategy, on_card)
+        section["offload_param"] = offload(strategy.offload_weights, on_card)
     layer = sum(t.parameters for t in model.tensors() if t.name.startswith("model.layers.0."))
     return section | {
         # As many parameters as are worth fetching ahead: one layer. Norms and other small ones stay everywhere.
@@ -101,8 +97,5 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, A
     }
 
 
-def offload(device: str, strategy: Strategy, on_card: bool) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": device, "pin_memory": on_card}
-    if device == "nvme":
-        section["nvme_path"] = strategy.offload_folder
-    return section
+def offload(device: str, on_card: bool) -> dict[str, Any]:
+    return {"device": device, "pin_memory": on_card}

@@ -151,7 +151,6 @@ class OffloadSection(Section):
     optimizer: Literal["none", "cpu", "nvme"] = "none"
     weights: Literal["none", "cpu", "nvme"] = "none"
     activations: Literal["none", "cpu"] = "none"
-    folder: str | None = Field(default=None, description="for nvme: a folder on that drive")
 
 
 WORDS: dict[str, dict[str, Any]] = {

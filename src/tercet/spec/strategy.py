@@ -32,7 +32,6 @@ class Strategy:
     offload_optimizer: str = "none"
     offload_weights: str = "none"
     offload_activations: str = "none"
-    offload_folder: str | None = None
     compile: bool = False
 
     @property
@@ -81,8 +80,8 @@ def not_built(recipe: Recipe) -> list[str]:
             why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
     for what in ("optimizer", "weights", "activations"):
         where = getattr(s.offload, what)
-        if where != "none" and (what == "activations" or (where == "nvme" and not deepspeed)):
-            other = "none" if what == "activations" else "cpu, and nvme with strategy.engine=deepspeed,"
+        if where == "nvme" or (where != "none" and what == "activations"):
+            other = "none" if what == "activations" else "cpu"
             why.append(f"strategy.offload.{what}: {where} is not built yet; {other} is")
     if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
         why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
@@ -125,7 +124,6 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
         offload_optimizer=section.offload.optimizer,
         offload_weights=section.offload.weights,
         offload_activations=section.offload.activations,
-        offload_folder=section.offload.folder,
         compile=section.compile,
     )
 
@@ -170,11 +168,6 @@ def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str
         why.append(
             f"strategy.reduce_gradients: once_per_step: DeepSpeed's stage {strategy.zero} reduces after every micro-batch"
         )
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_weights):
-        if strategy.zero != 3:
-            why.append(f"strategy.offload: nvme needs zero 3, and zero is {strategy.zero}")
-        if strategy.offload_folder is None:
-            why.append("strategy.offload: nvme needs strategy.offload.folder, a folder on that drive")
     if strategy.compile:
         why.append("strategy.compile: true is not built for engine deepspeed; it is for native")
     if work.precision == "fp16" and machine is not None and machine.card is None:

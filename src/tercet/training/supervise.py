@@ -128,9 +128,9 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
     if why := why_not(model, strategy, work):
         raise NotLegalError(why)
     if strategy.engine == "deepspeed":
-        from tercet.engine import deepspeed_build
+        from tercet.engine.deepspeed_here import require_deepspeed
 
-        deepspeed_build.prepare((strategy.offload_optimizer, strategy.offload_weights), say)
+        require_deepspeed()
     accumulation = strategy.accumulation(work.batch_sequences)
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
