@@ -290,7 +290,11 @@ class DeepSpeedEngine:
     def _held_bytes(self) -> dict[str, int]:
         """Return bytes by ledger row; what an offload holds on the host counts as `states`, not on the card."""
         rows = self.fragments.held()
-        rows["weights"] = [p.data for p in self._names] + [p.ds_tensor.data for p in self._names if hasattr(p, "ds_tensor")]
+        if self._strategy.zero == 3:
+            rows["weights"] = [p.ds_tensor.data for p in self._names]
+            rows["buffers"] += [p.data for p in self._names]  # whole ones: being used, or too small to be cut
+        else:
+            rows["weights"] = [p.data for p in self._names]
         states = set()
         if self._strategy.offload_optimizer != "none":
             states |= {"master", "optimizer", "gradients"}
@@ -298,7 +302,7 @@ class DeepSpeedEngine:
             states |= {"weights"}
         counted: set[int] = set()
         result = dict.fromkeys(rows, 0)
-        for row in ("weights", "master", "optimizer", "gradients"):
+        for row in ("weights", "master", "optimizer", "gradients", "buffers"):
             for tensor in rows[row]:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once

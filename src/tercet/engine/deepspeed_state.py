@@ -97,16 +97,18 @@ class Fragments:
         return whole
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return masters, moments and gradients that this rank holds now."""
+        """Return masters, moments, gradients, and the buckets that gradients are reduced in, held by this rank now."""
         gradients: list[Tensor] = [f.grad for f in self.flats if f.grad is not None]
         for name in (
             "grad_partitions_flat_buffer", "fp32_groups_gradients_flat", "averaged_gradients", "accumulated_grads_in_cpu",
         ):  # fmt: skip
             gradients += _tensors(getattr(self._optimizer, name, None))
-        for bucket in getattr(self._optimizer, "ipg_buckets", {}).values():
-            gradients += _tensors(getattr(bucket, "buffer", None))
+        buckets = [
+            t for b in getattr(self._optimizer, "ipg_buckets", {}).values() for t in _tensors(getattr(b, "buffer", None))
+        ]
         moments = [t for f in self.flats for t in self.base.state[f].values() if isinstance(t, Tensor)]
-        return {"master": [f.detach() for f in self.flats], "optimizer": moments, "gradients": gradients}
+        masters = [f.detach() for f in self.flats]
+        return {"master": masters, "optimizer": moments, "gradients": gradients, "buffers": buckets}
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -106,7 +106,8 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
         "gradients": 0 if on_host else gradients,
         "optimizer": 0 if on_host else job.state_bytes * part,
     }
-    return {"between_steps": rows, "peak": dict(rows)}
+    between = dict(rows) if job.zero != 2 else {**rows, "gradients": 0}  # stage 2 lets go of its own after the update
+    return {"between_steps": between, "peak": rows}
 
 
 def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
