@@ -1,9 +1,11 @@
-"""Running many small experts: sort the tokens by expert, one matmul per expert, put the results back.
+"""Running many small experts: sort the tokens by expert, run each expert, put the results back.
 
 Shape letters: N tokens, K experts per token, E experts, W width, F inner width. No token is ever dropped.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -78,14 +80,71 @@ class _LoopedLinear(torch.autograd.Function):
         return grad_rows, grad_weight, None
 
 
-def expert_linear(rows: Tensor, weight_EOI: Tensor, counts: Tensor) -> Tensor:
-    """Return each row times its expert's matrix; rows are sorted by expert, counts (E,) says how many each has.
+class _ExpertLoop(torch.autograd.Function):
+    """All of it, one expert after the other: gather its tokens, gate_up, silu(gate) * up * weight, down, add.
 
-    On a GPU in bf16 one grouped matmul; elsewhere a loop, which on the CPU is as fast (grouped_mm loops there too)
-    and also runs in float64.
+    A few hundred rows stay in the cache through the whole chain, and only gate_up's output is kept: the gathered
+    rows and the product are made again in backward. Sums over a token's experts are fp32 (fp64 for fp64 models).
     """
-    aligned = rows.shape[1] % 8 == 0 and weight_EOI.shape[1] % 8 == 0  # grouped_mm wants 16-byte rows
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned:
+
+    @staticmethod
+    def forward(ctx, x_NW: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, token: Tensor, counts: list[int]):
+        """weights and token: (N * K,) sorted by expert, with the token that each choice belongs to."""
+        wide = torch.promote_types(x_NW.dtype, torch.float32)
+        total = torch.zeros(x_NW.shape, dtype=wide, device=x_NW.device)
+        hidden = x_NW.new_empty(len(token), gate_up.shape[1])
+        for e, part in _runs(counts):
+            index = token[part]
+            torch.mm(x_NW.index_select(0, index), gate_up[e].t(), out=hidden[part])
+            gate, up = hidden[part].chunk(2, dim=-1)
+            product = (F.silu(gate) * up).mul_(weights[part, None])
+            total.index_add_(0, index, (product @ down[e].t()).to(wide))
+        ctx.save_for_backward(x_NW, gate_up, down, weights, token, hidden)
+        ctx.counts = counts
+        return total.to(x_NW.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x_NW, gate_up, down, weights, token, hidden = ctx.saved_tensors
+        wide = torch.promote_types(x_NW.dtype, torch.float32)
+        grad_x = torch.zeros(x_NW.shape, dtype=wide, device=x_NW.device)
+        grad_gate_up, grad_down = torch.zeros_like(gate_up), torch.zeros_like(down)  # an idle expert's stay zero
+        grad_weights = torch.empty_like(weights)
+        for e, part in _runs(ctx.counts):
+            index, weight = token[part], weights[part, None]
+            rows, out = x_NW.index_select(0, index), grad.index_select(0, index)
+            gate, up = hidden[part].chunk(2, dim=-1)
+            active = F.silu(gate)
+            product = active * up
+            back = out @ down[e]
+            grad_weights[part] = (back * product).sum(-1, dtype=weights.dtype)
+            # Transposed and laid out anew: bf16 matmuls on a CPU are a quarter faster on it.
+            torch.mm(out.t().contiguous(), product.mul_(weight), out=grad_down[e])
+            back.mul_(weight)
+            inner = torch.cat((torch.ops.aten.silu_backward(back * up, gate), back.mul_(active)), dim=-1)
+            torch.mm(inner.t().contiguous(), rows, out=grad_gate_up[e])
+            grad_x.index_add_(0, index, (inner @ gate_up[e]).to(wide))
+        return grad_x.to(x_NW.dtype), grad_gate_up, grad_down, grad_weights, None, None
+
+
+def _runs(counts: list[int]) -> Iterator[tuple[int, slice]]:
+    """Yield (expert, its run of sorted rows) of every expert that has any."""
+    begin = 0
+    for e, count in enumerate(counts):
+        if count:
+            yield e, slice(begin, begin + count)
+        begin += count
+
+
+def has_grouped_matmul(rows: Tensor, weight_EOI: Tensor) -> bool:
+    """Return whether F.grouped_mm is the fast way: on a GPU, in bf16, with rows of 16 bytes."""
+    aligned = rows.shape[1] % 8 == 0 and weight_EOI.shape[1] % 8 == 0 and weight_EOI.shape[2] % 8 == 0
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
+
+
+def expert_linear(rows: Tensor, weight_EOI: Tensor, counts: Tensor) -> Tensor:
+    """Return each row times its expert's matrix; rows are sorted by expert, counts (E,) says how many each has."""
+    if has_grouped_matmul(rows, weight_EOI):
         offsets = counts.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(rows, weight_EOI.transpose(-2, -1), offs=offsets)
     return _LoopedLinear.apply(rows, weight_EOI.to(rows.dtype), counts.tolist())
@@ -104,6 +163,11 @@ class Experts(nn.Module):
         """Return (N, W): for each token the weighted sum of its experts' outputs."""
         flat = chosen_NK.flatten()
         order = flat.argsort(stable=True)
+        if not has_grouped_matmul(x_NW, self.down_proj):
+            counts = torch.bincount(flat, minlength=self.experts).tolist()
+            gate_up, down = self.gate_up_proj.to(x_NW.dtype), self.down_proj.to(x_NW.dtype)
+            sorted_weights = weights_NK.flatten().index_select(0, order)
+            return _ExpertLoop.apply(x_NW, gate_up, down, sorted_weights, order // chosen_NK.shape[1], counts)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = torch.bincount(flat, minlength=self.experts)
         rows = _Dispatch.apply(x_NW, order, inverse, chosen_NK.shape[1])
