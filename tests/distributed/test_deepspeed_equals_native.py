@@ -63,12 +63,14 @@ def alone(pools: dict[int, Ranks]):
     return get
 
 
-CASES = [(3, name, "fp32", {}, False, {}) for name in LAYOUTS]
-CASES += [(2, name, "fp32", {}, False, {}) for name in ("zero1", "zero2-cpu", "zero3")]
-CASES += [(2, name, "bf16", {}, False, {}) for name in ("zero1", "zero2", "zero3-weights")]
-CASES += [(3, name, "bf16", {}, False, {}) for name in ("zero2-cpu", "zero3")]
-CASES += [(3, name, "fp32", {"clip": 0.01}, True, {}) for name in ("zero1", "zero2", "zero3")]
-CASES += [(2, "zero3", "fp32", {"clip": "none"}, False, {"recompute": "full"})]
+FAST = [(3, name, "fp32", {}, False, {}) for name in ("zero1", "zero2", "zero3", "zero2-cpu", "zero3-weights")]
+FAST += [(2, "zero3", "fp32", {"clip": "none"}, False, {"recompute": "full"}), (2, "zero2-cpu", "bf16", {}, False, {})]
+FAST += [(3, name, "bf16", {}, False, {}) for name in ("zero1", "zero3")]
+FAST += [(3, name, "fp32", {"clip": 0.01}, True, {}) for name in ("zero2", "zero3")]
+MORE = [(2, name, "fp32", {}, False, {}) for name in LAYOUTS]
+MORE += [(2, name, "bf16", {}, False, {}) for name in ("zero1", "zero2", "zero3-weights")]
+MORE += [(3, "zero3-cpu", "fp32", {}, False, {}), (3, "zero1", "fp32", {"clip": 0.01}, True, {})]
+CASES = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 @pytest.mark.parametrize(("size", "name", "precision", "options", "empty", "keys"), CASES)
