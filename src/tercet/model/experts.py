@@ -127,6 +127,23 @@ class _ExpertLoop(torch.autograd.Function):
         return grad_x.to(x_NW.dtype), grad_gate_up, grad_down, grad_weights, None, None
 
 
+def _padded(token: Tensor, weights: Tensor, expert: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sorted choices with every expert's run filled up to a multiple of 16 (64 for long runs).
+
+    Filled places hold token 0 with weight 0, so they add nothing anywhere. A CPU's bf16 matmul is compiled for each
+    shape it meets and a thousand are remembered: with runs of every length each matmul would be compiled anew,
+    which takes ten times as long as running it.
+    """
+    step = 16 if len(token) < 512 * len(counts) else 64
+    longer = (counts + step - 1) // step * step
+    shift = (longer.cumsum(0) - longer) - (counts.cumsum(0) - counts)
+    place = torch.arange(len(token), device=token.device) + shift.index_select(0, expert)
+    total = int(longer.sum())
+    token = token.new_zeros(total).index_copy(0, place, token)
+    weights = weights.new_zeros(total).index_copy(0, place, weights)
+    return token, weights, longer
+
+
 def _runs(counts: list[int]) -> Iterator[tuple[int, slice]]:
     """Yield (expert, its run of sorted rows) of every expert that has any."""
     begin = 0
@@ -164,10 +181,12 @@ class Experts(nn.Module):
         flat = chosen_NK.flatten()
         order = flat.argsort(stable=True)
         if not has_grouped_matmul(x_NW, self.down_proj):
-            counts = torch.bincount(flat, minlength=self.experts).tolist()
+            token, weights = order // chosen_NK.shape[1], weights_NK.flatten().index_select(0, order)
+            counts = torch.bincount(flat, minlength=self.experts)
+            if x_NW.dtype in (torch.bfloat16, torch.float16):
+                token, weights, counts = _padded(token, weights, flat.index_select(0, order), counts)
             gate_up, down = self.gate_up_proj.to(x_NW.dtype), self.down_proj.to(x_NW.dtype)
-            sorted_weights = weights_NK.flatten().index_select(0, order)
-            return _ExpertLoop.apply(x_NW, gate_up, down, sorted_weights, order // chosen_NK.shape[1], counts)
+            return _ExpertLoop.apply(x_NW, gate_up, down, weights, token, counts.tolist())
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = torch.bincount(flat, minlength=self.experts)
         rows = _Dispatch.apply(x_NW, order, inverse, chosen_NK.shape[1])
