@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.deepspeed_tiny import needs_deepspeed
 
 
 @needs_deepspeed
+@pytest.mark.slow
 def test_signal_9_in_an_offloaded_run(cli):
     cli.inject("""
         if RANK == 1:

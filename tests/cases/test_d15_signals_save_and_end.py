@@ -43,7 +43,7 @@ def test_sigterm_to_one_rank_while_training(cli):
     resumes(cli, step)
 
 
-@pytest.mark.parametrize("phase", ["evaluation", "save"])
+@pytest.mark.parametrize("phase", ["evaluation", pytest.param("save", marks=pytest.mark.slow)])
 def test_sigint_to_the_parent_in_other_phases(cli, phase):
     # The rank marks that it is in the phase, then stays in it until the signal is there.
     where = {
@@ -101,6 +101,7 @@ def test_in_data_preparation(cli, tmp_path):
     assert gone(ranks)
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_at_once(cli):
     cli.inject("""
         import pathlib, time
@@ -123,7 +124,7 @@ def test_the_second_signal_ends_at_once(cli):
     assert gone(ranks)
 
 
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
 def test_a_kill_leaves_no_process_and_resumes_bit_for_bit(cli, finished, victim):
     whole, run = finished
     process = cli.start("train", "small.yaml", "--ranks", "3", "--output", "run")

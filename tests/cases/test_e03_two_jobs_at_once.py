@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def test_both_succeed(cli):
     common = ("train", "small.yaml", "--ranks", "2", "train.steps=5", "train.sample_prompts=[]")
@@ -15,6 +17,7 @@ def test_both_succeed(cli):
     assert cli.losses("c") == cli.losses("a")
 
 
+@pytest.mark.slow
 def test_the_same_folder_is_refused_while_it_runs(cli):
     first = cli.start("train", "small.yaml", "--ranks", "2", "--output", "a", "train.steps=100000")
     cli.wait_for_step("a", 1, first)

@@ -13,7 +13,7 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("place", WHERE)
+@pytest.mark.parametrize("place", ["forward", *(pytest.param(p, marks=pytest.mark.slow) for p in ("loader", "save"))])
 def test_rank_step_and_cause(cli, place):
     module, owner, name = WHERE[place]
     cli.inject(f"""

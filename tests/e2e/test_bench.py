@@ -12,6 +12,7 @@ from tercet.report.bench import cells, markdown
 from tercet.training.bench import add_efficiency
 
 
+@pytest.mark.slow
 def test_one_and_two_ranks(cli):
     out = cli.run("bench", "small.yaml", "--ranks", "1,2", "--strategies", "ddp,zero3", "--steps", "3", "--warm-up", "1",
                   "--output", "b", "--json")  # fmt: skip

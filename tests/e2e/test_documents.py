@@ -17,6 +17,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trains_resumes_exports(cli, recipe):
     zero, accumulation = RECIPES[recipe]

@@ -58,6 +58,7 @@ def launch(cli: Cli, *command: str, code: int = 0) -> str:
 
 
 @needs_both
+@pytest.mark.slow
 def test_accelerate_with_the_published_file_made_whole(cli):
     (cli.folder / "published.yaml").write_text(PUBLISHED)
     refused = launch(cli, "accelerate", "launch", "--config_file", "published.yaml", "-m", "tercet", "--version", code=1)
