@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tercet.model.attention import Documents
 from tercet.model.balance import Tally
 from tercet.model.gqa import Attention, Cache
+from tercet.model.linear import Embedding, Linear
 from tercet.model.mla import LatentAttention
 from tercet.model.moe import MixtureOfExperts
 from tercet.model.mtp import PredictionLayer, further
@@ -68,7 +69,7 @@ class Body(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        self.embed_tokens = nn.Embedding(model.vocabulary, model.width)
+        self.embed_tokens = Embedding(model.vocabulary, model.width)
         self.layers = nn.ModuleDict({str(n): DecoderLayer(layer, model) for n, layer in enumerate(model.layers)})
         for k, block in enumerate(model.mtp):
             own = PredictionLayer(block, model, DecoderLayer(block.layer, model))
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
         self.balance = spec.balance
         self.mtp_weight = 0.3 if spec.mtp else 0.0
         self.model = Body(spec)
-        self.lm_head = None if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
+        self.lm_head = None if spec.tied else Linear(spec.width, spec.vocabulary, bias=False)
 
     @property
     def head_weight(self) -> Tensor:

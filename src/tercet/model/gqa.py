@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.model.attention import Documents, attend
+from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, rotate
 from tercet.spec.blocks.gqa import GQA
@@ -22,10 +23,10 @@ class Attention(nn.Module):
         width = model.width
         self.head_dim, self.window = spec.head_dim, spec.window
         self.attend = attend  # a seam: what goes around it from outside is not this room's business
-        self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=spec.bias)
-        self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
-        self.v_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
-        self.o_proj = nn.Linear(spec.heads * spec.head_dim, width, bias=spec.output_bias)
+        self.q_proj = Linear(width, spec.heads * spec.head_dim, bias=spec.bias)
+        self.k_proj = Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.v_proj = Linear(width, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.o_proj = Linear(spec.heads * spec.head_dim, width, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tercet.model.attention import Documents, attend
 from tercet.model.gqa import Cache
+from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, latent_softmax_factor, rotate, rotate_interleaved
 from tercet.spec.blocks.mla import MLA
@@ -26,15 +27,15 @@ class LatentAttention(nn.Module):
         width, heads = model.width, spec.heads
         self.scale = spec.query_dim**-0.5 * latent_softmax_factor(model.rope)
         if spec.q_rank is None:
-            self.q_proj = nn.Linear(width, heads * spec.query_dim, bias=False)
+            self.q_proj = Linear(width, heads * spec.query_dim, bias=False)
         else:
-            self.q_a_proj = nn.Linear(width, spec.q_rank, bias=spec.bias)
+            self.q_a_proj = Linear(width, spec.q_rank, bias=spec.bias)
             self.q_a_layernorm = RMSNorm(spec.q_rank, spec.latent_eps)
-            self.q_b_proj = nn.Linear(spec.q_rank, heads * spec.query_dim, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, spec.kv_rank + spec.rope_dim, bias=spec.bias)
+            self.q_b_proj = Linear(spec.q_rank, heads * spec.query_dim, bias=False)
+        self.kv_a_proj_with_mqa = Linear(width, spec.kv_rank + spec.rope_dim, bias=spec.bias)
         self.kv_a_layernorm = RMSNorm(spec.kv_rank, spec.latent_eps)
-        self.kv_b_proj = nn.Linear(spec.kv_rank, heads * (spec.nope_dim + spec.value_dim), bias=False)
-        self.o_proj = nn.Linear(heads * spec.value_dim, width, bias=spec.bias)
+        self.kv_b_proj = Linear(spec.kv_rank, heads * (spec.nope_dim + spec.value_dim), bias=False)
+        self.o_proj = Linear(heads * spec.value_dim, width, bias=spec.bias)
 
     def forward(
         self, x: Tensor, table: Table, documents: Documents | None = None, cache: Cache | None = None

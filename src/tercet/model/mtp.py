@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tercet.model.attention import Documents
 from tercet.model.balance import Tally, document_numbers
+from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
 from tercet.model.objective import IGNORED
 from tercet.model.rope import Table
@@ -35,7 +36,7 @@ class PredictionLayer(nn.Module):
         super().__init__()
         self.enorm = RMSNorm(model.width, model.norm_eps)
         self.hnorm = RMSNorm(model.width, model.norm_eps)
-        self.eh_proj = nn.Linear(2 * model.width, model.width, bias=False)
+        self.eh_proj = Linear(2 * model.width, model.width, bias=False)
         # The layer's own parts, not the layer: files name them without a level between.
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm

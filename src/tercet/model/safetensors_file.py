@@ -1,14 +1,15 @@
-"""One safetensors file, read by plain reads into memory of our own.
+"""One safetensors file, read by plain reads into memory of our own, or mapped when asked for.
 
-Not through a memory map: mapped pages count as memory of every process that touched them, so three ranks that read
+Ranks that fill their shards read: mapped pages count as memory of every process that touched them, so three ranks that read
 one file would seem to hold it three times, and on a card machine with little host memory the difference between
-"cached" and "held" decides. The format (eight bytes of length, a JSON header, then the bytes) is read here for
+"cached" and "held" decides. Whoever uses the weights as they lie maps: nothing is copied. The format (eight bytes of length, a JSON header, then the bytes) is read here for
 that reason alone; writing stays with the safetensors library. See docs/decisions/0020.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 
@@ -25,11 +26,12 @@ DTYPES = {
 
 
 class SafetensorsFile:
-    """Raises InputError for a file that is cut short or is none."""
+    """Raises InputError for a file that is cut short or is none. `mapped`: rows are views of a private map."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = path.open("rb")
+    def __init__(self, path: Path, mapped: bool = False):
+        self.path, self._mapped = path, mapped
+        self._map: Tensor | None = None
+        self._file = path.open("rb", buffering=0)
         try:
             length = int.from_bytes(self._file.read(8), "little")
             header = json.loads(self._file.read(length))
@@ -58,13 +60,29 @@ class SafetensorsFile:
         return DTYPES[word]
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Return rows [begin, end) along the first axis; reads those bytes and no others."""
+        """Return rows [begin, end) along the first axis; reads those bytes and no others. Safe in threads."""
+        if self._mapped and (view := self._view(name, begin, end)) is not None:
+            return view
         shape = self.shape(name)
         out = torch.empty(max(0, min(end, shape[0]) - begin), *shape[1:], dtype=self.dtype(name))
         row_bytes = prod(shape[1:]) * out.element_size()
         if out.numel():
-            self._file.seek(self._begin + self._header[name]["data_offsets"][0] + begin * row_bytes)
-            have = self._file.readinto(memoryview(out.view(torch.uint8).numpy()).cast("B"))
-            if have != out.nbytes:
-                raise InputError(f"{self.path}: {name} ends after {have} of {out.nbytes} bytes")
+            place = self._begin + self._header[name]["data_offsets"][0] + begin * row_bytes
+            target, have = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
+            while have < len(target):  # one read returns 2 GB at most
+                got = os.preadv(self._file.fileno(), [target[have:]], place + have)
+                if not got:
+                    raise InputError(f"{self.path}: {name} ends after {have} of {out.nbytes} bytes")
+                have += got
         return out
+
+    def _view(self, name: str, begin: int, end: int) -> Tensor | None:
+        """Return the rows as they lie in the file, or None when their place does not fit their type's size."""
+        if self._map is None:
+            size = self.path.stat().st_size
+            self._map = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(self.path), False, size))
+        first, last = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        dtype = self.dtype(name)
+        if first % dtype.itemsize:
+            return None
+        return self._map[first:last].view(dtype).view(self.shape(name))[begin:end]

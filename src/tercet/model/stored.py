@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from tercet.spec.families.names import Part, parts, plain, shared_copies
 from tercet.spec.model import Model
 from tercet.spec.model import Tensor as Description
 
+READERS = 4  # tensors read at once
 SCALES = "_scale_inv"  # DeepSeek's FP8 files: weight_scale_inv holds what each block is multiplied with
 _TABLES = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # old files hold these; they follow from config
 
@@ -44,7 +47,8 @@ class Files(Protocol):
 class SafetensorsFolder:
     """The safetensors of a Hugging Face folder, sharded or not. Raises InputError when a shard is missing."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, mapped: bool = False):
+        self._mapped = mapped
         self.where = str(folder)
         self._open: dict[Path, SafetensorsFile] = {}
         self._file: dict[str, Path] = {}
@@ -62,7 +66,7 @@ class SafetensorsFolder:
     def _in(self, name: str) -> SafetensorsFile:
         path = self._file[name]
         if path not in self._open:
-            self._open[path] = SafetensorsFile(path)
+            self._open[path] = SafetensorsFile(path, self._mapped)
         return self._open[path]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -172,8 +176,15 @@ class Stored:
         return torch.cat((old[begin:], mean.expand(end - max(begin, have), -1)))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._descriptions:
-            yield name, self.tensor(name)
+        """Yield every tensor once, read a few ahead: copying and page faults keep more than one core busy."""
+        names = list(self._descriptions)
+        with ThreadPoolExecutor(READERS) as pool:
+            ahead = deque(pool.submit(self.tensor, name) for name in names[:READERS])
+            for n, name in enumerate(names):
+                value = ahead.popleft().result()
+                if n + READERS < len(names):
+                    ahead.append(pool.submit(self.tensor, names[n + READERS]))
+                yield name, value
 
 
 def listed(names: set[str]) -> str:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tercet.model.linear import Linear
 from tercet.spec.blocks.swiglu import SwiGLU
 
 
@@ -33,9 +34,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: SwiGLU, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(width, spec.ffn, bias=spec.bias)
-        self.up_proj = nn.Linear(width, spec.ffn, bias=spec.bias)
-        self.down_proj = nn.Linear(spec.ffn, width, bias=spec.bias)
+        self.gate_proj = Linear(width, spec.ffn, bias=spec.bias)
+        self.up_proj = Linear(width, spec.ffn, bias=spec.bias)
+        self.down_proj = Linear(spec.ffn, width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))

@@ -31,13 +31,13 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-def open_weights(place: Path, spec: Model) -> Stored:
+def open_weights(place: Path, spec: Model, mapped: bool = False) -> Stored:
     """Return the weights of a folder or a .gguf file as the tensors of `spec`; `.tensor(name)` and
-    `.rows(name, begin, end)` read.
+    `.rows(name, begin, end)` read, or with `mapped` give views of the file where it holds them as they are.
 
     Raises InputError that lists missing and unexpected tensors, or a wrong shape.
     """
-    files = GGUFFile(place, spec) if place.suffix == ".gguf" else SafetensorsFolder(place)
+    files = GGUFFile(place, spec) if place.suffix == ".gguf" else SafetensorsFolder(place, mapped)
     return Stored(files, spec, read_config(place))
 
 
@@ -66,7 +66,7 @@ def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
     """Return the model of a Hugging Face folder, a run folder (its model/) or a .gguf file, in evaluation mode."""
     path = model_place(folder)
     spec = describe(ModelSection(path=str(path)))
-    return fill(spec, open_weights(path, spec), stored_dtype(path, dtype)).eval()
+    return fill(spec, open_weights(path, spec, mapped=True), stored_dtype(path, dtype)).eval()
 
 
 def stored_dtype(path: Path, dtype: str | None) -> torch.dtype:
