@@ -12,7 +12,7 @@ from tercet.parallel.world import World
 from tests.deepspeed_tiny import engine_of, layout, needs_deepspeed
 from tests.tiny import micro_batches, tiny_model, whole_weights
 
-pytestmark = needs_deepspeed
+pytestmark = [needs_deepspeed, pytest.mark.slow]
 ROWS = 6
 
 

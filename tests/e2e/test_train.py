@@ -89,6 +89,7 @@ def test_started_by_torchrun(cli):
     assert json.loads((cli.folder / "run" / "summary.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_finished_run(cli):
     cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", "train.steps=4", "optim.schedule=constant")
     process = cli.run("train", "--resume", "run", "train.steps=6")
