@@ -58,11 +58,16 @@ def build(case: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 def steps(case: str) -> tuple[Callable[[], float], Callable[[], float]]:
     ours, theirs = build(case)
-    ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-    count = int((labels != -100).sum())
+    count = ROWS * (TOKENS - 1)
+    drawn = [torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)]
+
+    def batch(side: int) -> torch.Tensor:
+        """A new batch each step, the same on both sides: experts get other numbers of tokens every time."""
+        return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=drawn[side])
 
     def our_step() -> float:
+        ids = batch(0)
+        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
         begin = time.perf_counter()
         (ours(ids, labels=labels) / count).backward()
         for p in ours.parameters():
@@ -70,6 +75,7 @@ def steps(case: str) -> tuple[Callable[[], float], Callable[[], float]]:
         return time.perf_counter() - begin
 
     def their_step() -> float:
+        ids = batch(1)
         begin = time.perf_counter()
         theirs(ids, labels=ids, use_cache=False).loss.backward()
         for p in theirs.parameters():
