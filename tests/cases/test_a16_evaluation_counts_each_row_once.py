@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.engine import StepResult
 from tercet.parallel.world import World
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.loop import Loop, Progress
@@ -44,7 +43,3 @@ def test_same_for_any_batch_size_and_ranks(pools, size, word, micro):
         tokens += batch.trained_tokens
     for got in pools[size].run(evaluate, word, micro):
         assert got == pytest.approx(total / tokens, rel=1e-6)
-
-
-def test_step_result_is_the_same_kind_of_mean():
-    assert StepResult(1.0, 1.0, 1).updated

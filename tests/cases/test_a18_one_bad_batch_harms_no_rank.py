@@ -17,8 +17,8 @@ ROWS, STEPS, BAD_STEP, BAD_RANK = 6, 8, 4, 2  # the fifth step
 class Batches:
     """Step BAD_STEP makes the embedding of one token NaN for one rank: its loss and gradients are NaN."""
 
-    def __init__(self, engine, leave_out: bool):
-        self.engine, self.leave_out = engine, leave_out
+    def __init__(self, engine):
+        self.engine = engine
 
     def micro_batches(self, step, *, rank, ranks, micro_batch):
         batches = micro_batches(step, rank, ranks, micro_batch, ROWS)
@@ -36,7 +36,7 @@ def train(world: World, word: str, policy: str, leave_out: bool):
     )
     progress = Progress()
     loop = Loop(
-        engine, Batches(engine, leave_out), world, None, None, TrainSection(nonfinite=policy),
+        engine, Batches(engine), world, None, None, TrainSection(nonfinite=policy),
         OptimSection(lr=1e-2, schedule="constant"), total_steps=STEPS, micro_batch=1, checkpoint_every=0,
         progress=progress, stop_requested=lambda: False, state={}, has_validation=False,
     )  # fmt: skip

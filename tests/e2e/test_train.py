@@ -61,6 +61,21 @@ def test_transformers_loads_the_model_with_equal_logits(finished):
     assert answer["tokens"] == expected
 
 
+def test_the_end_lays_predicted_beside_measured(finished):
+    from tercet.report.compare import compare
+
+    cli, run = finished
+    text = (cli.folder / "output.txt").read_text()
+    rows = {line.split("  ")[1].strip(): line for line in text.splitlines() if line.startswith("  ")}
+    plan, summary = (json.loads((cli.folder / run / f"{name}.json").read_text()) for name in ("plan", "summary"))
+    for row in compare(plan, summary):
+        if row["group"] == "at the peak" and row["what"] in ("weights", "gradients", "optimizer"):
+            assert row["error"] == 0
+            assert "exact" in rows[row["what"]]
+    assert "resident at the peak" in rows
+    assert "unknown" in rows["tokens per second"]  # nobody has measured this machine: not invented
+
+
 def test_resuming_a_finished_run_says_so(finished):
     cli, run = finished
     before = cli.weights(run)

@@ -67,15 +67,17 @@ def run(
 
 
 def _show_end(folder: str, as_json: bool) -> None:
+    from tercet.report.compare import compare
     from tercet.spec.run_folder import open_run
     from tercet.units import show_bytes, show_count, show_seconds
 
     run = open_run(folder)
     summary = run.read_summary() or {}
+    compared = compare(run.read_plan() or {}, summary)
     if as_json:
         import orjson
 
-        typer.echo(orjson.dumps({"run": folder, **summary}, option=orjson.OPT_INDENT_2).decode())
+        typer.echo(orjson.dumps({"run": folder, **summary, "compared": compared}, option=orjson.OPT_INDENT_2).decode())
         return
     loss = summary.get("validation_loss")
     typer.echo(
@@ -85,6 +87,14 @@ def _show_end(folder: str, as_json: bool) -> None:
         + f"; {show_count(summary['tokens_per_second'] or 0)} tokens/s; "
         f"peak {show_bytes(max(summary['peak_bytes_per_rank']))} on a rank"
     )
+    typer.echo("predicted beside measured:")
+    for row in compared:
+        if row["group"] == "between steps" or row["measured"] is None:
+            continue  # the whole table: tercet report
+        show = show_bytes if row["unit"] == "bytes" else show_seconds if row["unit"] == "s" else show_count
+        predicted = "unknown" if row["predicted"] is None else show(row["predicted"])
+        error = "" if row["error"] is None else f"  ({row['error']:+.1%})" if row["error"] else "  (exact)"
+        typer.echo(f"  {row['what']:22} {predicted:>10}  {show(row['measured']):>10}{error}")
     for name, path in (
         ("model", run.model), ("checkpoints", run.checkpoints), ("report", run.report),
         ("tensorboard", run.tensorboard), ("logs", run.logs),

@@ -5,7 +5,7 @@ The planner prunes by `why_not`, the trainer refuses by it: what cannot work is 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Literal
 
@@ -179,8 +179,3 @@ def nearest_batches(strategy: Strategy, batch_sequences: int) -> tuple[int, int]
     """Return the largest batch below and the smallest above that leave no place idle (E09)."""
     unit = strategy.ranks * strategy.micro_batch
     return max(unit, batch_sequences // unit * unit), ceil(batch_sequences / unit) * unit
-
-
-def with_ranks(strategy: Strategy, ranks: int) -> Strategy:
-    alone = ranks == 1 and strategy.engine != "deepspeed"
-    return replace(strategy, ranks=ranks, zero=0 if alone else strategy.zero)
