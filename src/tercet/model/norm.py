@@ -28,10 +28,11 @@ class _RMSNorm(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, scale.dtype)
         normed = x.to(wide) * scale
         grad = grad.to(wide)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * weight
-        # d/dx of x * s(x): s * (g - n * mean(g * n)) with n the normalised row.
-        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        # d/dx of x * s(x): s * (g - n * mean(g * n)), with g the weighted gradient and n the normalised row.
+        mean = (product @ weight.to(wide)).unsqueeze(-1) / x.shape[-1]
+        grad_x = torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 
 
