@@ -241,7 +241,7 @@ class _Encoding:
         findings = self.checked.findings[name]
         start, end = self.words.before, self.words.after
         empty = True
-        for piece in encode_stream(self.words, self._watched(side)):
+        for piece in encode_stream(self.words, self._watched(side), characters=findings.characters):
             tag: Tag = piece.tag
             writer = writers[tag.source]
             if piece.first:

@@ -4,20 +4,21 @@ A long text is cut where words meet. Each cut is then verified: the text around 
 the tokens on both sides must be the ones that the two pieces gave, with a token boundary right at the cut.
 Inside a piece every pair of neighbours is what the tokenizer produces, so agreement across the cut makes
 the joined tokens those of the uncut text (for byte-pair encoding: a sequence whose neighbouring pairs all
-stand is the encoding). Where a cut does not hold, the two pieces are encoded again as one. Nothing here
-starts a process: the tokenizer has threads of its own, and a process forked after them could hang.
+stand is the encoding). Where a cut does not hold, the two pieces are encoded again as one.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tercet.data.encoders import Encoders
 from tercet.data.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
@@ -62,22 +63,25 @@ class Encoded:
     opening: Any
 
 
-def encode_stream(tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS) -> Iterator[Encoded]:
+def encode_stream(
+    tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS, characters: int = 0
+) -> Iterator[Encoded]:
     """Yield the ids of every part in order; parts longer than `piece` come out in several.
 
-    While one batch is being encoded the next is read, so at most three batches are in memory, unless one
-    document cannot be cut (see `joint`): that one is held whole.
+    `characters`: about how much text will come; a large one is shared with other processes. In memory are the
+    batches being encoded, one done and one being read, unless one document cannot be cut (see `joint`): that one
+    is held whole.
     """
     join = _Joiner(tokenizer)
-    with ThreadPoolExecutor(1) as pool:
-        running: tuple[list[Part], Future[list[np.ndarray]]] | None = None
+    running: deque[tuple[list[Part], Future[list[np.ndarray]]]] = deque()
+    with Encoders(tokenizer, characters) as encoders:
         for batch in _batches(_cut(parts, piece, join.space)):
-            future = pool.submit(tokenizer.encode, [p.text for p in batch])
-            if running:
-                yield from join(running[0], running[1].result())
-            running = batch, future
-        if running:
-            yield from join(running[0], running[1].result())
+            running.append((batch, encoders.submit([p.text for p in batch])))
+            if len(running) > encoders.count:
+                done, future = running.popleft()
+                yield from join(done, future.result())
+        for done, future in running:
+            yield from join(done, future.result())
 
 
 def joint(tokenizer: Tokenizer) -> str | None:

@@ -92,6 +92,11 @@ class Tokenizer:
             return self._words.encode(texts)
         return self._encode_whole(texts)
 
+    @property
+    def by_words(self) -> bool:
+        """Whether `encode` is Python that looks words up, which keeps one core busy."""
+        return self.exact is None and self._words is not None
+
     @cached_property
     def _words(self) -> Words | None:
         pattern = unit_pattern(self.backend)

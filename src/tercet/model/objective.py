@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a label that is not trained
-CHUNK_TOKENS = 1024  # tokens whose logits exist at once; large enough to keep the matmul efficient
+CHUNK_TOKENS = 512  # tokens whose logits exist at once; large enough to keep the matmul efficient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -45,7 +45,7 @@ class Job:
     recompute: str = "none"  # none, selective, full
     kernels: Kernels = "native"
     loss: Loss = "fused"
-    loss_chunks: int | None = None  # parts into which a hand-written loss cuts a micro-batch; None: 1024 tokens each
+    loss_chunks: int | None = None  # parts into which a hand-written loss cuts a micro-batch; None: CHUNK_TOKENS each
     offload: frozenset[str] = frozenset()
     reduce_every_micro_batch: bool = False
     step_in_backward: bool = False

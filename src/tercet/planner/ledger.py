@@ -16,7 +16,7 @@ from tercet.spec.strategy import Strategy, Work
 
 CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
-CHUNK_TOKENS = 1024  # twin of model/objective.py: tokens whose logits exist at once
+CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
 DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
