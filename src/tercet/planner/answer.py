@@ -12,7 +12,7 @@ from typing import Any
 
 from tercet.errors import InputError, NotLegalError, nearest
 from tercet.planner.clock import model_flops, traffic
-from tercet.planner.constants import about, load
+from tercet.planner.constants import about, load_for
 from tercet.planner.counts import Counts
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases
 from tercet.planner.legal import formats, fp8_gain, refusals
@@ -55,6 +55,8 @@ def plan(
         where = f"cards: this machine's, {machine.describe()}"
         if machine.measured:
             where += f", measured by tercet doctor ({machine_file()})"
+        if machine.corrections:
+            where += ", corrected by its finished runs (tercet calibrate)"
         assumed.insert(0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else ""))
     if machine.host_bytes is None:
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
@@ -169,7 +171,7 @@ def answer_for(
     """Return the answer for a recipe on a machine. `deepspeed`: whether its engine may be chosen unasked."""
     model = describe(recipe.model)
     counts, work = Counts(model), Work.of(recipe)
-    search = Search(counts, work, machine, load())
+    search = Search(counts, work, machine, load_for(machine))
     missing = not_built(recipe) + formats(work, machine)
     section = recipe.strategy
     ranks = machine.ranks if section.data == "auto" else min(section.data, machine.ranks)
@@ -399,5 +401,5 @@ def error_bars(machine: Machine) -> dict[str, Any]:
 def predict(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
     """Return the plan of a strategy that is given, whether it fits or not."""
     counts = Counts(describe(recipe.model))
-    search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load())
+    search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load_for(machine))
     return entry(search, search.candidate(strategy), recipe, None, None)

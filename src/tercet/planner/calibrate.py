@@ -1,4 +1,4 @@
-"""Fit the constants to measured runs, and say how far a fit can be trusted.
+"""Fit the constants to measured runs, published ones or this machine's own, and say how far a fit can be trusted.
 
 The fit is a maximum a posteriori estimate in logarithms: errors are log(predicted / measured), constants are drawn
 to their priors, and large errors count linearly (Huber), so that one odd row does not bend the rest. Memory and
@@ -16,11 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from tercet.errors import InputError
 from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants
 from tercet.planner.counts import Counts
+from tercet.planner.job import of_strategy
 from tercet.planner.published import Row, predicted_memory
+from tercet.spec.families import describe
+from tercet.spec.machine import Machine
+from tercet.spec.recipe import load_recipe
+from tercet.spec.run_folder import open_run
+from tercet.spec.strategy import Strategy, Work
 
+FEWEST_STEPS = 5  # of a run that is to be timed
 PRIOR_SIGMA = 0.35  # a constant may well be a third off its prior
 ROW_SIGMA = 0.12  # what is left of a good row
 HUBER = 1.5  # in row sigmas
@@ -126,6 +134,44 @@ def publisher(source: str) -> str:
 def prepare(rows: Iterable[Row]) -> list[Prepared]:
     """Return the rows that can be predicted."""
     return [Prepared(r) for r in rows if r.why is None]
+
+
+def of_run(folder: str | Path, here: Machine) -> Prepared:
+    """Return a finished run of this machine as a row: its recipe, the strategy it ran, what it measured.
+
+    Raises InputError when it has not finished, is too short to be timed, or ran on something else than `here`.
+    """
+    run = open_run(folder)
+    summary, plan = run.read_summary(), run.read_plan() or {}
+    if not summary or not summary.get("finished"):
+        raise InputError(f"{run.path} has not finished: there is no summary to learn from", "tercet train --resume RUN")
+    if "strategy" not in plan:
+        raise InputError(f"{run.plan} names no strategy", "The run was made by an older Tercet; run it again.")
+    steps = summary.get("steps") or 0
+    if steps < FEWEST_STEPS:
+        raise InputError(f"{run.path} has {steps} steps; {FEWEST_STEPS} are the fewest that can be timed")
+    ran, machine = plan.get("machine", {}), here.with_ranks(plan["ranks"])
+    if (ran.get("kind"), ran.get("card")) != (machine.kind, machine.card.name if machine.card else None):
+        raise InputError(
+            f"{run.path} ran on {ran.get('card') or ran.get('kind') or 'an unknown machine'}, this is {machine.describe()}",
+            "Calibrate on the machine that the runs are from.",
+        )
+    recipe = load_recipe(run.recipe)
+    model = describe(recipe.model)
+    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe))
+    return Prepared(
+        Row(
+            id=run.path.name, source="this machine", model=model, job=job, machine=machine,
+            tokens_per_s=summary.get("tokens_per_second"), memory_bytes=max(summary["peak_bytes_per_rank"]),
+            memory_kind="resident" if machine.card is None else "allocated", foreign=False,
+        )
+    )  # fmt: skip
+
+
+def corrections(runs: Sequence[Prepared], prior: Constants) -> dict[str, float]:
+    """Return the constants that the runs move by more than a thousandth of their prior."""
+    fitted = fit(runs, prior=prior)
+    return {n: v for n in NAMES if abs((v := getattr(fitted, n)) / getattr(prior, n) - 1) > 1e-3}
 
 
 def write(path: Path, values: Constants, foreign: Constants, about: dict[str, Any]) -> None:

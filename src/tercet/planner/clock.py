@@ -50,8 +50,8 @@ def rates(job: Job, machine: Machine, c: Constants) -> Rates | None:
         key = "matmul_fp32" if job.matmul == "fp32" else "matmul_bf16"
         if key not in machine.measured or "memory" not in machine.measured:
             return None
-        # Measured with all cores; ranks share them.
-        rate, memory = machine.measured[key] / machine.ranks, machine.measured["memory"] / machine.ranks
+        share = c.cpu_share / machine.ranks  # measured with all cores; ranks share them
+        rate, memory = machine.measured[key] * share, machine.measured["memory"] * share
         return Rates(rate, rate, rate * 0.3, memory, None)
     card = machine.card
     reached = (card.reached or 0.87) * (c.matmul_share_geforce if card.geforce else c.matmul_share)

@@ -6,10 +6,12 @@ The fitted values lie in constants.toml, with the number of runs they stand on.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
+
+from tercet.spec.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Constants:
     full_logits_bytes: float = field(default=16.0, metadata={"what": "bytes per logit of an unfused loss at its peak"})
     chunked_logits_bytes: float = field(default=4.0, metadata={"what": "bytes per logit of a chunked or compiled loss"})
     activation_scale: float = field(default=1.0, metadata={"what": "activations kept by eager systems, of derived"})
+    # --- a CPU as the device: no published run; starts at first-light's figures, then `tercet calibrate`
+    cpu_share: float = field(default=1.0, metadata={"what": "matmuls and memory traffic, of what doctor measured"})
+    cpu_process_bytes: float = field(default=400e6, metadata={"what": "a rank's process with PyTorch, without tensors"})
+    cpu_heap_share: float = field(default=0.5, metadata={"what": "freed blocks the C library keeps, of a step's work"})
 
 
 NAMES = tuple(f.name for f in fields(Constants))
@@ -60,6 +66,11 @@ COLLECTIVE_BYTES = 300 * 2**20
 def load() -> Constants:
     """Return the shipped constants."""
     return Constants(**_file()["values"])
+
+
+def load_for(machine: Machine) -> Constants:
+    """Return the constants for a machine: the shipped ones, and what its own finished runs have corrected."""
+    return replace(load(), **{k: v for k, v in machine.corrections.items() if k in NAMES})
 
 
 @cache

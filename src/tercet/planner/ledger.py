@@ -269,8 +269,9 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
 def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool) -> float:
     """Return what is neither ours nor free: the allocator's unused pieces, the driver's context, NCCL."""
     if not on_gpu:
-        # The process itself, and freed blocks that the C library keeps: about as much as a step works with.
-        return PROCESS_BYTES + sum(rows.get(row, 0) for row in ("activations", "logits", "buffers"))
+        # The process itself, and freed blocks that the C library keeps.
+        work = sum(rows.get(row, 0) for row in ("activations", "logits", "buffers"))
+        return constants.cpu_process_bytes + constants.cpu_heap_share * work
     allocated = sum(v for k, v in rows.items() if k != "reserve")
     return constants.reserve_share * allocated + CONTEXT_BYTES + (COLLECTIVE_BYTES if job.ranks > 1 else 0)
 

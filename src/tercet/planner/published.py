@@ -13,7 +13,7 @@ from typing import Any
 from tercet.errors import InputError
 from tercet.planner.counts import Counts
 from tercet.planner.job import Job
-from tercet.planner.ledger import reserve, tensors_at_peak
+from tercet.planner.ledger import moments, reserve, tensors_at_peak
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
 from tercet.spec.blocks.moe import MoE
@@ -363,8 +363,12 @@ def _memory_kind(row: dict[str, Any]) -> str:
 
 
 def predicted_memory(counts: Counts, job: Job, constants: Any, kind: str) -> float:
-    """Return the card memory of a kind: allocated and active: tensors; reserved: PyTorch's; total: the card's."""
+    """Return the memory of a kind: allocated and active: tensors; reserved: PyTorch's; total: the card's; resident:
+    a CPU process's.
+    """
     tensors = tensors_at_peak(counts, job, constants)
+    if kind == "resident":
+        return sum(moments(counts, job, constants, on_gpu=False)["peak"].values())
     if kind in ("allocated", "active"):
         return tensors
     if kind == "reserved":

@@ -60,6 +60,7 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
         "measured_at": time.strftime("%Y-%m-%d %H:%M"),
         "measured": {k: v for k, v in rates.items() if k in MEASURED},
         "ranks": count,
+        "corrections": {},  # they stood on the rates that have just been measured anew
     }
     if cards:
         # What NCCL finds by itself decides: with peer access switched off by a repair there is none.

@@ -167,6 +167,7 @@ class Machine:
     peer_access: bool | None = None
     measured: dict[str, float] = field(default_factory=dict, hash=False)
     measured_at: str | None = None
+    corrections: dict[str, float] = field(default_factory=dict, hash=False)  # the planner's constants, by its own runs
     name: str = ""
 
     @property
@@ -323,11 +324,12 @@ def this_machine(ranks: int | None = None) -> Machine:
     content = read_machine_file() or {}
     measured = {k: float(v) for k, v in content.get("measured", {}).items() if k in MEASURED}
     at = content.get("measured_at")
+    corrections = {k: float(v) for k, v in content.get("corrections", {}).get("constants", {}).items()}
     cards = detect_gpus()
     if not cards:
         return Machine(
             ranks=ranks or DEFAULT_CPU_RANKS, card=None, host_bytes=memory, name="this machine (CPU)",
-            measured=measured if content.get("kind") == "cpu" else {}, measured_at=at,
+            measured=measured if content.get("kind") == "cpu" else {}, measured_at=at, corrections=corrections,
         )  # fmt: skip
     count = min(ranks or len(cards), len(cards))
     lanes = tuple(int(c["pcie.link.width.current"]) for c in cards if c["pcie.link.width.current"].isdigit())
@@ -345,5 +347,6 @@ def this_machine(ranks: int | None = None) -> Machine:
         peer_access=content.get("peer_access"),
         measured=measured if content.get("kind") == "gpu" else {},
         measured_at=at,
+        corrections=corrections,
         name="this machine",
     )
