@@ -170,17 +170,33 @@ def test_several_sources_without_weights_train_every_row_once(tmp_path):
     assert list(Loader(prepared, 2, 0).evaluation(rank=0, ranks=1, micro_batch=2)) == []
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
+def test_a_large_file_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch):
     from tercet.data import corpus
     from tercet.data.sources import find
     from tercet.spec.recipe import SourceSection
 
+    monkeypatch.setattr(corpus, "KEPT_BYTES", 0)
     path = write_rows(tmp_path / "rows.jsonl", [sentence(n) for n in range(5)])
     checked = corpus.check([find(SourceSection(path=str(path)), "data.train.0")], None, "stop")
     with path.open("a") as file:
         file.write('{"text": "one more"}\n')
     with pytest.raises(TercetError, match="changed while it was being read"):
         list(checked.documents(corpus.TRAIN))
+
+
+def test_what_is_read_once_and_what_is_read_again_give_the_same(tmp_path, monkeypatch):
+    from tercet.data import corpus
+
+    rows = write_rows(tmp_path / "rows.jsonl", [sentence(n) for n in range(40)])
+    text = tmp_path / "book.txt"
+    text.write_text("\n\n".join(sentence(n, 60) for n in range(50)), encoding="utf-8")
+    found = []
+    for limit in (0, 1 << 20):
+        monkeypatch.setattr(corpus, "KEPT_BYTES", limit)
+        options = {"vocabulary": 300, "sequence_tokens": 64, "long_rows": "split", "validation": 0.2}
+        prepared = made(tmp_path, [str(rows), str(text)], cache=str(tmp_path / f"cache-{limit}"), **options)
+        found.append((sorted(documents(prepared)), held_out(prepared)))
+    assert found[0] == found[1] and len(found[0][0]) > 40
 
 
 def test_progress_and_phases(tmp_path):

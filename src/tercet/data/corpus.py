@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ from tercet.errors import InputError, TercetError
 TRAIN, VALIDATION, DROPPED = 0, 1, 2
 PLACES = 5  # first places kept per reason
 SHOWN = 10  # faults shown when the check stops
+KEPT_BYTES = 16_000_000  # of text files that are read once; larger ones, and compressed ones, are read again
 _SECTION = (1 << 11, 1 << 16)  # least and most characters of a section of plain text
 
 
@@ -70,6 +71,7 @@ class Corpus:
     duplicates: int
     overlap: int
     late: Counter[int] = field(default_factory=Counter)  # rows dropped after the check, by side
+    kept: dict[int, list[Row | Fault]] | None = None  # by id(file): what the check has read
 
     def documents(self, side: int) -> Iterator[Part]:
         """Yield the texts of one side, in the order of the files, tagged with a Tag."""
@@ -81,7 +83,8 @@ class Corpus:
         marks, n = self.marks[index], 0
         for file in source.files:
             inside = False
-            for row in file.read(Reading(source.section.map, self.part_characters)):
+            again = file.read(Reading(source.section.map, self.part_characters))
+            for row in again if self.kept is None else self.kept[id(file)]:
                 if n >= len(marks) or (marks[n] == DROPPED) != isinstance(row, Fault):
                     raise TercetError(f"{file.name} changed while it was being read", "Start again.")
                 mark, n = marks[n], n + 1
@@ -116,12 +119,18 @@ def check(
     marks: list[array[int]] = []
     hashes: list[array[int]] = []
     faults: list[str] = []
+    files = [f for s in [*train, *held] for f in s.files]
+    small = sum(f.bytes for f in files) <= KEPT_BYTES and all(f.format != "parquet" for f in files)
+    kept: dict[int, list[Row | Fault]] | None = {} if small else None
     for index, source in enumerate([*train, *held]):
         own = findings["train" if index < len(train) else "validation"]
         mark, digest = array("b"), array("Q")
         for file in source.files:
             reading = Reading(source.section.map, part)
-            for row in file.read(reading):
+            rows: Iterable[Row | Fault] = file.read(reading)
+            if kept is not None:
+                rows = kept[id(file)] = list(rows)
+            for row in rows:
                 _note(row, file, own, mark, digest, faults, fraction is not None)
             own.seen.update(reading.seen)
             progress(file.bytes)
@@ -137,7 +146,7 @@ def check(
         _hold_out(different, fraction, marks, kinds)
     overlap = sum(int(np.isin(k, different).sum()) for k in kinds[len(train) :])
     duplicates = int(own_hashes.size - different.size)
-    return Corpus(train, held, fraction, part, marks, findings, duplicates, overlap)
+    return Corpus(train, held, fraction, part, marks, findings, duplicates, overlap, kept=kept)
 
 
 def _part_characters(train: Sequence[Source], fraction: float | None) -> int:
