@@ -52,7 +52,9 @@ def _memory(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
     rows = []
     for moment, name in MOMENTS.items():
         predicted, measured = predicted_rows(plan, moment), _largest(_get(summary, "memory", moment))
-        extra = sorted((predicted.keys() | measured.keys()) - set(MEMORY_ROWS))
+        # Rows of an engine's own; one that holds nothing and was not planned says nothing.
+        held = {row for row, bytes_held in measured.items() if bytes_held}
+        extra = sorted((predicted.keys() | held) - set(MEMORY_ROWS))
         rows += [
             _row(name, what, "bytes", predicted.get(what), measured.get(what))
             for what in (*MEMORY_ROWS, *extra)
