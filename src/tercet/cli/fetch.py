@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -33,7 +36,6 @@ def run(
     name: str, output: str | None, revision: str | None, token: str | None, only_config: bool, from_bin: bool
 ) -> str:
     """Return the folder. Raises InputError or TercetError with what to do."""
-    import sys
     from pathlib import Path
 
     from tercet.errors import InputError
@@ -41,20 +43,35 @@ def run(
 
     target = Path(output).expanduser() if output else None
     if not from_bin:
-        return str(fetch(name, output=target, revision=revision, token=token, only_config=only_config, say=_say))
+        with _bar() as bar:
+            return str(fetch(name, output=target, revision=revision, token=token, only_config=only_config, say=_say, progress=bar))
     if target is None:
         raise InputError("--import-bin needs --output, the folder to write safetensors into")
     from tercet.model.pickled import import_bin
 
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = fetch(name, revision=revision, token=token, pickled=True, say=_say)
+        with _bar() as bar:
+            folder = fetch(name, revision=revision, token=token, pickled=True, say=_say, progress=bar)
     if folder.resolve() == target.resolve():
         print("writing beside the .bin files; they may be deleted afterwards", file=sys.stderr)
     return str(import_bin(folder, target))
 
 
-def _say(text: str) -> None:
-    import sys
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr when that is a terminal; else None, and lines tell."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

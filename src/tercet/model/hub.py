@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlparse
 
 from tercet.errors import InputError, TercetError
 from tercet.spec.families.where import MODELSCOPE, is_hub_name, locate, modelscope_folder
@@ -29,6 +30,7 @@ PICKLED = ("pytorch_model*.bin",)
 SPARE_BYTES = 2**30  # left free on the disk
 
 Say = Callable[[str], None]
+Arrived = Callable[[int], None]  # hears of every number of bytes that arrived
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ def fetch(
     only_config: bool = False,
     pickled: bool = False,
     say: Say = lambda text: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Return the folder with a model's files, fetched as far as they are not here.
 
     name: owner/name on the hub (mirror: HF_ENDPOINT; token: HF_TOKEN or `token`), or modelscope:owner/name.
-    Without safetensors in the repository its .bin files are fetched only when `pickled` asks for it.
+    Without safetensors in the repository its .bin files are fetched only when `pickled` asks for it. `progress(done, total)`
+    hears of the bytes that have come; without it `say` hears of every tenth.
     Raises InputError for a repository that does not exist or may not be read, or a disk that is too small.
     """
     if name.startswith(MODELSCOPE):
@@ -76,7 +80,22 @@ def fetch(
     _check_disk(name, folder or source.cache(), need)
     if missing:
         say(f"fetching {name}: {len(missing)} of {len(files)} files, {show_bytes(need)}")
-    return source.fetch(files, folder)
+    return source.fetch(files, folder, _Counter(name, need, say, progress))
+
+
+class _Counter:
+    """Adds up what arrives and passes it on."""
+
+    def __init__(self, name: str, total: int, say: Say, progress: Callable[[int, int], None] | None):
+        self.name, self.total, self.say, self.progress, self.done = name, total, say, progress, 0
+
+    def __call__(self, count: int) -> None:
+        tenths = 10 * self.done // max(self.total, 1)
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+        elif 10 * self.done // max(self.total, 1) > tenths:
+            self.say(f"{self.name}: {show_bytes(self.done)} of {show_bytes(self.total)}")
 
 
 def _wanted(name: str, files: list[RemoteFile], only_config: bool, pickled: bool) -> list[RemoteFile]:
@@ -115,7 +134,9 @@ def _check_disk(name: str, folder: Path, need: int) -> None:
 
 
 class HuggingFace:
-    """The hub through its own client: it resumes, verifies and locks."""
+    """The hub through its own client, which lists, verifies and locks. Large files come by `download`: the client
+    begins a broken one anew since its release 2.4.
+    """
 
     def __init__(self, name: str, revision: str | None, token: str | None):
         # Read here, not when the library was imported: a mirror may be set in between.
@@ -127,14 +148,26 @@ class HuggingFace:
 
         api = HfApi(endpoint=self.endpoint, token=self.token)
         info = self._ask(lambda: api.model_info(self.name, revision=self.revision, files_metadata=True))
-        return [RemoteFile(s.rfilename, s.size or 0) for s in info.siblings or []]
+        self.commit = info.sha
+        return [RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None) for s in info.siblings or []]
 
     def missing(self, files: list[RemoteFile], folder: Path | None) -> list[RemoteFile]:
         planned = self._ask(lambda: self._snapshot(files, folder, dry_run=True))
         wanted = {f.filename for f in planned if f.will_download}
         return [f for f in files if f.path in wanted]
 
-    def fetch(self, files: list[RemoteFile], folder: Path | None) -> Path:
+    def fetch(self, files: list[RemoteFile], folder: Path | None, arrived: Arrived) -> Path:
+        from huggingface_hub.utils import build_hf_headers
+
+        headers = build_hf_headers(token=self.token)
+        for file in self.missing(files, folder):
+            if file.sha256 is None:
+                continue  # small: kept in git itself
+            # Where the client looks before it asks the network: its cache holds large files under their hash.
+            blobs = self.cache() / f"models--{self.name.replace('/', '--')}" / "blobs"
+            target = folder / file.path if folder else blobs / file.sha256
+            url = f"{self.endpoint}/{self.name}/resolve/{self.commit}/{quote(file.path)}"
+            download(url, target, file, self.name, headers, arrived)
         return Path(self._ask(lambda: self._snapshot(files, folder)))
 
     def cache(self) -> Path:
@@ -175,7 +208,7 @@ class HuggingFace:
 
 
 class ModelScope:
-    """ModelScope's file listing and downloads; partial files end in .part and are continued."""
+    """ModelScope's file listing and downloads."""
 
     def __init__(self, name: str, revision: str):
         self.endpoint = (os.environ.get("MODELSCOPE_ENDPOINT") or "https://modelscope.cn").rstrip("/")
@@ -183,7 +216,7 @@ class ModelScope:
 
     def files(self) -> list[RemoteFile]:
         url = f"{self.endpoint}/api/v1/models/{self.name}/repo/files?Revision={self.revision}&Recursive=true"
-        with self._open(url) as answer:
+        with open_url(url, self.name) as answer:
             found = (json.load(answer).get("Data") or {}).get("Files") or []
         return [RemoteFile(f["Path"], f.get("Size", 0), f.get("Sha256")) for f in found if f.get("Type") != "tree"]
 
@@ -191,11 +224,11 @@ class ModelScope:
         assert folder is not None
         return [f for f in files if not self._is_whole(folder / f.path, f)]
 
-    def fetch(self, files: list[RemoteFile], folder: Path | None) -> Path:
+    def fetch(self, files: list[RemoteFile], folder: Path | None, arrived: Arrived) -> Path:
         assert folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
         for file in self.missing(files, folder):
-            self._fetch_one(file, folder / file.path)
+            url = f"{self.endpoint}/models/{self.name}/resolve/{self.revision}/{quote(file.path)}"
+            download(url, folder / file.path, file, self.name, {}, arrived)
         return folder
 
     def cache(self) -> Path:
@@ -205,40 +238,60 @@ class ModelScope:
     def _is_whole(path: Path, file: RemoteFile) -> bool:
         return path.is_file() and path.stat().st_size == file.size
 
-    def _fetch_one(self, file: RemoteFile, target: Path) -> None:
-        part = target.with_name(target.name + ".part")
-        have = part.stat().st_size if part.is_file() else 0
-        if have < file.size:
-            url = f"{self.endpoint}/models/{self.name}/resolve/{self.revision}/{file.path}"
-            with self._open(url, have) as answer:
-                # Without 206 the server sends the whole file again.
-                with part.open("ab" if have and answer.status == 206 else "wb") as out:
-                    while block := answer.read(2**20):
-                        out.write(block)
-        if part.stat().st_size < file.size:
-            raise TercetError(
-                f"{self.name}: the connection broke within {file.path}", "The same command continues where it stopped."
-            )
-        if file.sha256 and (got := file_sha256(part)) != file.sha256:
-            part.unlink()
-            raise TercetError(f"{self.name}: {file.path} arrived damaged (sha256 {got}, expected {file.sha256})")
-        os.replace(part, target)
 
-    def _open(self, url: str, begin: int = 0) -> Any:
-        """Return the open answer. Raises InputError for what does not exist, TercetError for all else."""
-        request = urllib.request.Request(url, headers={"Range": f"bytes={begin}-"} if begin else {})
-        try:
-            return urllib.request.urlopen(request, timeout=30)
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                message = f"{self.endpoint} has no model {self.name!r} with revision {self.revision!r}"
-                raise InputError(message) from None
-            raise TercetError(f"{self.endpoint} answered {error.code} for {self.name}") from None
-        except OSError as error:
-            raise TercetError(
-                f"{self.name} could not be fetched from {self.endpoint}: {_first_line(error)}",
-                "What has arrived is kept: the same command continues.",
-            ) from None
+def download(
+    url: str, target: Path, file: RemoteFile, name: str, headers: dict[str, str], arrived: Arrived
+) -> None:
+    """Fetch one file of a repository; a partial one lies beside it as .part and is continued.
+
+    Raises TercetError when the connection breaks or the content is not what was announced.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    have = part.stat().st_size if part.is_file() else 0
+    arrived(have)
+    if have < file.size:
+        with open_url(url, name, {**headers, **({"Range": f"bytes={have}-"} if have else {})}) as answer:
+            # Without 206 the server sends the whole file again.
+            with part.open("ab" if have and answer.status == 206 else "wb") as out:
+                while block := answer.read(2**20):
+                    out.write(block)
+                    arrived(len(block))
+    if part.stat().st_size < file.size:
+        raise TercetError(
+            f"{name}: the connection broke within {file.path}", "The same command continues where it stopped."
+        )
+    if file.sha256 and (got := file_sha256(part)) != file.sha256:
+        part.unlink()
+        raise TercetError(f"{name}: {file.path} arrived damaged (sha256 {got}, expected {file.sha256})")
+    os.replace(part, target)
+
+
+class _TokenStaysHome(urllib.request.HTTPRedirectHandler):
+    """A redirect to another host (where the hub keeps large files) does not carry the token there."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and urlparse(newurl).netloc != urlparse(req.full_url).netloc:
+            request.headers = {k: v for k, v in request.headers.items() if k.lower() != "authorization"}
+        return request
+
+
+def open_url(url: str, name: str, headers: dict[str, str] | None = None) -> Any:
+    """Return the open answer. Raises InputError for what does not exist, TercetError for all else."""
+    where = f"{urlparse(url).scheme}://{urlparse(url).netloc}"
+    try:
+        opener = urllib.request.build_opener(_TokenStaysHome)
+        return opener.open(urllib.request.Request(url, headers=headers or {}), timeout=30)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise InputError(f"{where} has no model {name!r}, or not with this revision") from None
+        raise TercetError(f"{where} answered {error.code} for {name}") from None
+    except OSError as error:
+        raise TercetError(
+            f"{name} could not be fetched from {where}: {_first_line(error)}",
+            "What has arrived is kept: the same command continues.",
+        ) from None
 
 
 def file_sha256(path: Path) -> str:
