@@ -18,6 +18,7 @@ from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Search, moments_of
 from tercet.spec.families import HUB, describe, presets
+from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.recipe import Recipe, build_recipe, load_recipe, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built
@@ -341,6 +342,8 @@ def machine_json(machine: Machine) -> dict[str, Any]:
 def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> list[str]:
     """Return what a user should know besides the table."""
     found, machine, work = [], search.machine, search.work
+    if search.counts.model.module == "transformers":
+        found.append(ESTIMATED)
     if machine.card is None and not machine.measured:
         found.append(
             "speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent"

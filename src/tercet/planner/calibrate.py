@@ -158,7 +158,7 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
         )
     recipe = load_recipe(run.recipe)
     model = describe(recipe.model)
-    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe))
+    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
     return Prepared(
         Row(
             id=run.path.name, source="this machine", model=model, job=job, machine=machine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.model import Layer, Model, Tensor
@@ -38,7 +39,7 @@ class Counts:
         return LayerKind(
             layer=layer,
             count=count,
-            matmuls=(*layer.attention.matmuls(width), *layer.feedforward.matmuls(width)),
+            matmuls=layer.matmuls(width),
             kept=(layer.attention.kept(width), layer.feedforward.kept(width)),
             score_width=score,
             value_width=value,
@@ -56,7 +57,8 @@ class Counts:
     @cached_property
     def outside(self) -> tuple[Tensor, ...]:
         """Embedding, final norm, head, and whatever else the model adds (multi-token prediction)."""
-        return tuple(t for t in self.model.tensors() if not _in_layer(t.name, len(self.model.layers)))
+        prefixes = tuple(prefix for prefix, _ in islice(self.model.blocks(), len(self.model.layers)))
+        return tuple(t for t in self.model.tensors() if not t.name.startswith(prefixes))
 
     @cached_property
     def parameters(self) -> int:
@@ -115,8 +117,3 @@ def _grouped(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
         else:
             found.append((layer, 1))
     return found
-
-
-def _in_layer(name: str, layers: int) -> bool:
-    parts = name.split(".")
-    return len(parts) > 2 and parts[1] == "layers" and parts[2].isdigit() and int(parts[2]) < layers

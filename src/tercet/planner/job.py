@@ -95,8 +95,9 @@ def adapted(name: str, targets: tuple[str, ...]) -> bool:
     return any(name == t or name.startswith(f"{t}_") for t in targets)
 
 
-def of_strategy(strategy: Strategy, work: Work) -> Job:
-    """Return the Job that an engine makes of a strategy (twin: engine/native.py)."""
+def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
+    """Return the Job that an engine makes of a strategy (twin: engine/native.py); `module`: Model.module."""
+    ours = module == "tercet"
     wide = work.precision == "fp32"
     offload = {
         what
@@ -128,8 +129,8 @@ def of_strategy(strategy: Strategy, work: Work) -> Job:
         activation_bytes=4 if wide else 2,
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
         recompute=strategy.recompute,
-        kernels="compiled" if strategy.compile else "native",
-        loss="fused",
+        kernels="compiled" if strategy.compile else "native" if ours else "eager",
+        loss="fused" if ours else "full",
         deepspeed=deepspeed,
         offload=frozenset(offload),
         reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,

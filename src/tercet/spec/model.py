@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from tercet.spec.blocks.cost import Kept, Matmul
@@ -23,6 +23,7 @@ class Tensor:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     kind: str
+    stored: str | None = None  # the name on disk, where that is another one
 
     @property
     def parameters(self) -> int:
@@ -109,6 +110,9 @@ class Layer:
             Tensor(f"{prefix}post_attention_layernorm.weight", (width,), ("width",), "norm"),
         )
 
+    def matmuls(self, width: int) -> tuple[Matmul, ...]:
+        return (*self.attention.matmuls(width), *self.feedforward.matmuls(width))
+
     def buffers(self, prefix: str, width: int) -> tuple[Tensor, ...]:
         own = getattr(self.feedforward, "buffers", None)
         return own(f"{prefix}mlp.", width) if own else ()
@@ -130,6 +134,8 @@ class Model:
     in numbering, as the published files have them.
     """
 
+    module: ClassVar[str] = "tercet"  # whose module computes it
+
     family: str
     vocabulary: int
     width: int
@@ -142,6 +148,7 @@ class Model:
     name: str = ""
     mtp: tuple[Block, ...] = ()
     balance: Balance = field(default_factory=Balance)
+    unread: tuple[str, ...] = ()  # names in the files that are no parameters: masks, tables, a tied head's copy
 
     def blocks(self) -> Iterator[tuple[str, Layer | Block]]:
         """Yield (prefix, layer) for every layer and every further prediction, in the order of the module."""

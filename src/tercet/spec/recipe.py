@@ -49,6 +49,11 @@ class ModelSection(Section):
     init: Literal["pretrained", "random"] | None = Field(
         default=None, description="start from stored weights or from random ones; default: pretrained when `path` is given"
     )
+    module: Literal["tercet", "transformers"] = Field(
+        default="tercet",
+        description="whose module computes: tercet's own, or transformers' for an architecture that tercet has not "
+        "(path with safetensors; single, ddp, zero1 to zero3 only)",
+    )
     family: (
         Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek", "deepseek_v2", "deepseek_v3"] | None
     ) = Field(default=None, description="architecture of a model given by its sizes; default llama")

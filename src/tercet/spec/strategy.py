@@ -147,11 +147,27 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"{work.batch_sequences}; the largest micro-batch is {fits}"
         )
     if work.sequence_tokens > model.context_tokens:
+        longer = f"; set model.context_tokens={work.sequence_tokens} to extend it" if model.module == "tercet" else ""
         why.append(
-            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens; "
-            f"set model.context_tokens={work.sequence_tokens} to extend it"
+            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} "
+            f"tokens{longer}"
         )
+    if model.module != "tercet":
+        why += _why_not_through_transformers(strategy)
     return why
+
+
+def _why_not_through_transformers(strategy: Strategy) -> list[str]:
+    """Return what a module that is not ours is not trained with: it is known by its tensors alone."""
+    kept = {"engine": "native", "tensor": 1, "pipeline": 1, "expert": 1, "context": 1, "compile": False}
+    found = {f"strategy.{key}": value for key in kept if (value := getattr(strategy, key)) != kept[key]}
+    if strategy.recompute == "selective":
+        found["strategy.recompute"] = "selective"
+    return [
+        f"{key}: {value} is not built for model.module=transformers; single, ddp and zero1 to zero3 of the native "
+        "engine are, with recompute none or full"
+        for key, value in found.items()
+    ]
 
 
 def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str]:

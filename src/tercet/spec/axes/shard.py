@@ -22,13 +22,9 @@ def padded_elements(tensor: Tensor, ranks: int) -> int:
 
 def groups(model: Model) -> list[list[Tensor]]:
     """Return the tensors that travel together: each layer's, then those outside."""
-    inside: dict[str, list[Tensor]] = {}
-    outside: list[Tensor] = []
-    prefixes = [f"model.layers.{n}." for n in range(len(model.layers) + len(model.mtp))]
-    for tensor in model.tensors():
-        prefix = ".".join(tensor.name.split(".")[:3]) + "."
-        (inside.setdefault(prefix, []) if prefix in prefixes else outside).append(tensor)
-    return [*inside.values(), outside]
+    inside: list[list[Tensor]] = [list(block.tensors(prefix, model.width)) for prefix, block in model.blocks()]
+    names = {tensor.name for group in inside for tensor in group}
+    return [*inside, [tensor for tensor in model.tensors() if tensor.name not in names]]
 
 
 def traffic(

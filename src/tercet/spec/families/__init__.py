@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, nearest
-from tercet.spec.families import deepseek, gguf, llama, qwen
+from tercet.spec.families import deepseek, gguf, llama, qwen, through_transformers
 from tercet.spec.families.where import is_hub_name, locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
@@ -77,6 +77,11 @@ def _unknown(config: dict[str, Any], kind: Any, source: str) -> str:
         words.append(f"missing keys: {', '.join(missing)}")
     if strange:
         words.append(f"keys that no block here understands: {', '.join(strange[:12])}{', …' if strange[12:] else ''}")
+    if through_transformers.in_transformers(str(kind)):
+        words.append(
+            "transformers has it: model.module=transformers trains it through transformers' own module (single, ddp "
+            "and zero1 to zero3 only)"
+        )
     return "; ".join(words)
 
 
@@ -89,7 +94,10 @@ def _smallest(family: str, module: Any) -> Model:
 
 def describe(section: ModelSection) -> Model:
     """Return the Model that a recipe's model section means. Reads config.json and tensor names, never weights."""
-    overrides = section.model_dump(exclude={"preset", "path", "init"}, exclude_none=True)
+    if section.module == "transformers":
+        place = through_transformers.place_of(section)
+        return through_transformers.describe(place, read_config(place), section.path or "")
+    overrides = section.model_dump(exclude={"preset", "path", "init", "module"}, exclude_none=True)
     family, sizes, name = _base(section, overrides)
     if section.path is None and "heads" in overrides and "kv_heads" not in overrides and sizes.get("kv_heads"):
         # A preset's grouping need not fit other heads; keep the ratio when it does, else one group a head.

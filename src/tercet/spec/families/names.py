@@ -29,7 +29,7 @@ class Part:
 def parts(tensor: Tensor) -> tuple[Part, ...]:
     """Return what a tensor is made of on disk, in order."""
     if tensor.kind != "expert":
-        return (Part(tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0]),)
+        return (Part(tensor.stored or tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0]),)
     stem, _, last = tensor.name.rpartition(".")
     experts, rows, columns = tensor.shape
     if last == "down_proj":
