@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tercet.model.decoder import Decoder
+    from tercet.model.through_transformers import ThroughTransformers
 
 
-def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
+def load_model(folder: str | Path, dtype: str | None = None) -> Decoder | ThroughTransformers:
     """Return the model of a Hugging Face folder (or of a run folder: its trained model) in evaluation mode.
 
     `model(input_ids)` takes integers of shape (batch, tokens) and gives logits of shape

@@ -19,12 +19,13 @@ from tercet.errors import InputError
 from tercet.model.balance import Balancer
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
-from tercet.model.weights import make_buffers
+from tercet.model.weights import fill_parameters, make_buffers
 from tercet.parallel.data import Replicated
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
+from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
@@ -65,6 +66,11 @@ class NativeEngine:
         if weights is not None:
             for name, bias in self.balancer.biases().items():
                 bias.copy_(weights(name))
+        if isinstance(spec, TransformersModel):
+            from tercet.model.through_transformers import check_documents
+
+            check_documents(self.module, spec, world.device)
+            self.layout.end_evaluation()
         self.optimizer = build_optimizer(self.layout.parts, optim)
         self._make_moments()
 
@@ -72,22 +78,16 @@ class NativeEngine:
 
     def _build(self, strategy: Strategy, weights: Provider | None) -> Replicated | Sharded:
         """Build on meta, then allocate and fill piece by piece: a sharded model is never whole on one rank."""
-        with torch.device("meta"):
-            module = Decoder(self.spec)
+        module = self._empty_module()
         kinds = {t.name: t for t in self.spec.tensors()}
 
-        def fill(piece: torch.nn.Module, prefix: str) -> None:
-            for name, parameter in list(piece.named_parameters()):
-                if not parameter.is_meta:
-                    continue  # sharded already
-                t = kinds[prefix + name]
-                if weights is None:
-                    value = initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
-                else:
-                    value = weights(t.name).to(torch.float32)
-                owner, _, attribute = name.rpartition(".")
-                value = torch.nn.Parameter(value.to(self.world.device))
-                setattr(piece.get_submodule(owner), attribute, value)
+        def value_of(name: str) -> Tensor:
+            t = kinds[name]
+            if weights is None:
+                value = initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
+            else:
+                value = weights(t.name).to(torch.float32)
+            return value.to(self.world.device)
 
         sharder = None
         if strategy.zero and self.world.size > 1:
@@ -95,8 +95,8 @@ class NativeEngine:
             from tercet.parallel.shard import Sharded, Sharder
 
             sharder = Sharder(self.world, self._precision, strategy)
-        for name, layer in module.model.layers.items():
-            fill(layer, f"model.layers.{name}.")
+        for prefix, layer in module.blocks():
+            fill_parameters(layer, prefix, value_of)
             recompute(layer, strategy.recompute)
             if sharder is not None:
                 sharder.shard(layer)
@@ -104,7 +104,7 @@ class NativeEngine:
                 # Document borders differ from batch to batch: compiled in, each would be compiled anew.
                 layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
                 layer.compile(dynamic=False)
-        fill(module, "")
+        fill_parameters(module, "", value_of)
         make_buffers(module, self.world.device)
         if sharder is not None:
             sharder.shard(module)
@@ -112,6 +112,14 @@ class NativeEngine:
         else:
             layout = Replicated(module, self.spec, self.world, self._precision, strategy.offload_optimizer != "none")
         return layout
+
+    def _empty_module(self) -> torch.nn.Module:
+        if isinstance(self.spec, TransformersModel):
+            from tercet.model.through_transformers import ThroughTransformers
+
+            return ThroughTransformers(self.spec)
+        with torch.device("meta"):
+            return Decoder(self.spec)
 
     def _make_moments(self) -> None:
         """Allocate the moments now, not at the first step: what is held is then the same at every moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,11 @@ class Decoder(nn.Module):
         self.mtp_weight = 0.3 if spec.mtp else 0.0
         self.model = Body(spec)
         self.lm_head = None if spec.tied else Linear(spec.width, spec.vocabulary, bias=False)
+
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (prefix of its names, layer) in order, further predictions included."""
+        for name, layer in self.model.layers.items():
+            yield f"model.layers.{name}.", layer
 
     @property
     def head_weight(self) -> Tensor:

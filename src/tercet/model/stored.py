@@ -135,7 +135,7 @@ class Stored:
 
     def _known_extra(self, name: str, config: dict[str, Any]) -> bool:
         """Tell tensors that may be left unread: copies, tables, and predictions that the recipe switched off."""
-        if (self.spec.tied and name == "lm_head.weight") or _TABLES.search(name):
+        if (self.spec.tied and name == "lm_head.weight") or name in self.spec.unread or _TABLES.search(name):
             return True
         announced = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
         layers, kept = len(self.spec.layers), len(self.spec.mtp)

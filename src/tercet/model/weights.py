@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -17,9 +18,13 @@ from tercet.model.gguf import GGUFFile
 from tercet.model.stored import SafetensorsFolder, Stored
 from tercet.spec.families import FAMILIES, describe, read_config
 from tercet.spec.families.names import parts, shared_copies
+from tercet.spec.families.through_transformers import TransformersModel, in_transformers
 from tercet.spec.families.where import locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
+
+if TYPE_CHECKING:
+    from tercet.model.through_transformers import ThroughTransformers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SHARD_BYTES = 4 * 10**9
@@ -62,9 +67,17 @@ def model_place(name: str | Path) -> Path:
     return path / "model" if (path / "recipe.yaml").is_file() and (path / "model").is_dir() else path
 
 
-def load_model(folder: str | Path, dtype: str | None = None) -> Decoder:
-    """Return the model of a Hugging Face folder, a run folder (its model/) or a .gguf file, in evaluation mode."""
+def load_model(folder: str | Path, dtype: str | None = None) -> Decoder | ThroughTransformers:
+    """Return the model of a Hugging Face folder, a run folder (its model/) or a .gguf file, in evaluation mode.
+
+    An architecture that only transformers has comes as transformers' module behind the same call.
+    """
     path = model_place(folder)
+    kind = read_config(path).get("model_type")
+    if kind not in FAMILIES and in_transformers(str(kind)):
+        from tercet.model.through_transformers import load
+
+        return load(path, stored_dtype(path, dtype))
     spec = describe(ModelSection(path=str(path)))
     return fill(spec, open_weights(path, spec, mapped=True), stored_dtype(path, dtype)).eval()
 
@@ -91,12 +104,27 @@ def fill(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype)
     return model
 
 
+def fill_parameters(piece: torch.nn.Module, prefix: str, value_of: Callable[[str], Tensor]) -> None:
+    """Give every parameter of `piece` that is still on meta its value, which `value_of` finds by the whole name.
+
+    A parameter that stands in several places (a tied head) stays one.
+    """
+    places: dict[Tensor, list[str]] = {}
+    for name, parameter in piece.named_parameters(remove_duplicate=False):
+        if parameter.is_meta:
+            places.setdefault(parameter, []).append(name)
+    for names in places.values():
+        value = torch.nn.Parameter(value_of(prefix + names[0]))
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            setattr(piece.get_submodule(owner), attribute, value)
+
+
 def make_buffers(model: torch.nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give every buffer that is still on meta its start: zeros."""
+    """Give every buffer that is still on meta its start, zeros, and bring the others to the device."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
+            module._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
 
 # ------------------------------------------------------------------------------------------------------ writing
@@ -117,7 +145,10 @@ def save_folder(
     that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = FAMILIES[spec.family].to_hf(spec)
+    if isinstance(spec, TransformersModel):
+        config = {key: value for key, value in spec.config.items() if key != "torch_dtype"}  # the older name of dtype
+    else:
+        config = FAMILIES[spec.family].to_hf(spec)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config |= {f"{name}_token_id": i for name, i in (token_ids or {}).items() if i is not None}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

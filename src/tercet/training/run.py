@@ -19,6 +19,7 @@ from tercet.errors import InputError
 from tercet.model.weights import DTYPES, save_folder, stored_weights
 from tercet.parallel.world import World
 from tercet.spec.families import describe
+from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.families.where import tokenizer_place
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
@@ -47,6 +48,10 @@ def run_rank(
     with stop.at_once():
         prepared = prepare_data(recipe, say, console)
         spec = describe(recipe.model)
+        if isinstance(spec, TransformersModel):
+            from tercet.model.through_transformers import as_built
+
+            spec = as_built(spec)
         strategy = Strategy(**(run.read_plan() or {})["strategy"])
         loader = Loader(prepared, recipe.train.batch_sequences, recipe.train.seed)
         total_steps = steps_of(recipe, loader.rows_per_epoch)
