@@ -14,6 +14,8 @@ KINDS: dict[str, dict[str, Any]] = {
     # Tied, scaled embedding, norms that add one, soft caps on scores and logits, windows of 5 tokens in every other layer.
     "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5,
                "attn_logit_softcapping": 5.0},
+    "phi3": {"num_key_value_heads": 2},  # queries, keys and values in one matrix; so gate and up
+    "olmo2": {"num_key_value_heads": 2},  # norms behind attention and feed-forward, and over all queries and keys
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tercet.engine.native import NativeEngine
+from tercet.errors import InputError
 from tercet.model.through_transformers import as_built
 from tercet.model.weights import open_weights
 from tercet.parallel.world import World
@@ -16,10 +17,11 @@ from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection, OptimSection
 from tercet.spec.strategy import Work
 from tests.tiny import STRATEGIES, micro_batches, tiny_strategy
-from tests.transformers_tiny import KINDS, save_tiny
+from tests.transformers_tiny import save_tiny
 from tests.twins.test_ledger import ROWS_EXACT
 
 ROWS, STEPS = 6, 3
+KINDS = ("gpt_neox", "gemma2")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def alone(pools, folders):
     return {kind: pools[1].run(train, folders[kind], "single", ROWS, {})[0] for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("word", "keys"),
     [(word, {}) for word in STRATEGIES]
@@ -74,3 +76,17 @@ def test_in_bf16(pools, folders, alone, word):
     for losses, _, measured, planned in pools[2].run(train, folders["gpt_neox"], word, 1, {}, "bf16"):
         assert losses == pytest.approx(alone["gpt_neox"][0], rel=2e-2)
         assert_as_planned(measured, planned)
+
+
+def refused(world: World, folder: str) -> str:
+    try:
+        train(world, folder, "zero3", 1, {})
+    except InputError as error:
+        return error.message
+    return ""
+
+
+def test_a_model_whose_documents_see_one_another_is_refused_before_the_first_step(pools, tmp_path):
+    folder = str(save_tiny(tmp_path, "bert", is_decoder=False))
+    for sentence in pools[2].run(refused, folder):
+        assert "documents in a packed row see one another, or later tokens" in sentence

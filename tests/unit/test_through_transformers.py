@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.transformers_tiny import KINDS, reference, save_tiny
 
 from tercet.errors import InputError
 from tercet.model.decode import generate
-from tercet.model.through_transformers import ThroughTransformers, as_built
+from tercet.model.through_transformers import ThroughTransformers, as_built, check_documents
 from tercet.model.weights import load_model, save_folder
 from tercet.planner.answer import plan, read_recipe
 from tercet.spec.families import describe
 from tercet.spec.families.through_transformers import in_transformers
 from tercet.spec.recipe import ModelSection
-from tests.transformers_tiny import KINDS, reference, save_tiny
 
 IDS = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -194,9 +194,11 @@ def test_a_sequence_beyond_its_context_names_no_key_that_would_not_help(folders)
     ],
 )
 def test_modules_that_would_train_wrongly(tmp_path, kind, sizes, sentence):
-    from tercet.model.through_transformers import check_documents
-
     folder = save_tiny(tmp_path, kind, **sizes)
-    with pytest.raises(InputError, match=sentence):
+
+    def load_and_check() -> None:
         model = load_model(folder)
         check_documents(model, model.spec, torch.device("cpu"))
+
+    with pytest.raises(InputError, match=sentence):
+        load_and_check()

@@ -21,6 +21,7 @@ from tercet.errors import InputError
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.swiglu import SwiGLU
+from tercet.spec.families.names import plain
 from tercet.spec.families.where import is_hub_name, locate
 from tercet.spec.model import Layer, Model, Tensor
 from tercet.spec.recipe import ModelSection
@@ -196,7 +197,10 @@ def _kind(name: str, shape: tuple[int, ...], vocabulary: Any) -> str:
 
 
 def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (type, shape) of every tensor in a folder's safetensors; reads no tensor."""
+    """Return name (without wrappers' prefixes) -> (type, shape) of every tensor in a folder's safetensors.
+
+    Reads no tensor. Raises InputError for a file that is missing or broken.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -215,5 +219,5 @@ def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             except (ValueError, OverflowError, MemoryError):
                 raise InputError(f"{folder / shard} is not a safetensors file") from None
-        found |= {n: (e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"}
+        found |= {plain(n): (e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"}
     return {n: entry for n, entry in found.items() if prod(entry[1])}
