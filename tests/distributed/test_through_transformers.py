@@ -54,8 +54,9 @@ def assert_as_planned(measured: dict, planned: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(pools, folders):
-    return {kind: pools[1].run(train, folders[kind], "single", ROWS, {})[0] for kind in KINDS}
+def alone(folders):
+    here = World(0, 1, 0, torch.device("cpu"))
+    return {kind: train(here, folders[kind], "single", ROWS, {}) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
