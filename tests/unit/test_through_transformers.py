@@ -165,7 +165,7 @@ def test_a_gguf_file_and_a_folder_without_weights(folders, tmp_path):
     ("override", "sentence"),
     [
         ("strategy.engine=deepspeed", "strategy.engine: deepspeed is not built for model.module=transformers"),
-        ("strategy.compile=true", "strategy.compile: True is not built for model.module=transformers"),
+        ("strategy.compile=true", "strategy.compile: true is not built for model.module=transformers"),
         ("strategy.recompute=selective", "strategy.recompute: selective is not built for model.module=transformers"),
         ("strategy.tensor=2", "strategy.tensor is 2; this axis is not built yet"),
     ],

@@ -89,6 +89,8 @@ def not_built(recipe: Recipe) -> list[str]:
         why.append(f"train.precision: {recipe.train.precision} is not built yet; bf16 and fp32 are")
     if recipe.data.template is not None or recipe.data.train_on is not None:
         why.append("data.template and data.train_on: training on chats is not built yet; rows of text are")
+    if recipe.model.module == "transformers":
+        why += _why_not_through_transformers(s)
     return why
 
 
@@ -157,16 +159,14 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
     return why
 
 
-def _why_not_through_transformers(strategy: Strategy) -> list[str]:
+def _why_not_through_transformers(strategy: Strategy | StrategySection) -> list[str]:
     """Return what a module that is not ours is not trained with: it is known by its tensors alone."""
-    kept = {"engine": "native", "tensor": 1, "pipeline": 1, "expert": 1, "context": 1, "compile": False}
-    found = {f"strategy.{key}": value for key in kept if (value := getattr(strategy, key)) != kept[key]}
-    if strategy.recompute == "selective":
-        found["strategy.recompute"] = "selective"
+    refused = {"engine": strategy.engine != "native", "compile": strategy.compile, "recompute": strategy.recompute == "selective"}
     return [
-        f"{key}: {value} is not built for model.module=transformers; single, ddp and zero1 to zero3 of the native "
-        "engine are, with recompute none or full"
-        for key, value in found.items()
+        f"strategy.{key}: {str(getattr(strategy, key)).lower()} is not built for model.module=transformers; single, ddp "
+        "and zero1 to zero3 of the native engine are, with recompute none or full"
+        for key, wrong in refused.items()
+        if wrong
     ]
 
 
