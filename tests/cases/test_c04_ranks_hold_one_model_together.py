@@ -1,8 +1,10 @@
-"""C04: loading on three ranks grows the memory of all together by about one model, tied or not."""
+"""C04: loading on three ranks takes, at its highest, about one model's memory of all together, tied or not."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,15 +30,19 @@ def folder(request, tmp_path_factory):
 
 
 def load_on_a_rank(world, folder):
-    """Return (growth of this rank's memory in bytes, its shards) of a sharded engine that starts from the folder."""
+    """Return (the highest growth of this rank's memory in bytes, its shards) of a sharded engine that starts from the
+    folder.
+    """
     from tercet.engine.native import NativeEngine
     from tercet.spec.recipe import OptimSection
 
     spec = describe(ModelSection(path=folder))
     tiny_engine(world, tiny_strategy("zero3", world.size, 3))  # what the libraries themselves take is taken now
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what an earlier test freed would be used again, and not be seen
     process = psutil.Process()
     before = process.memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here (proc(5))
     make_moments = NativeEngine._make_moments
     NativeEngine._make_moments = lambda self: None  # weights alone are weighed here
     try:
@@ -46,7 +52,8 @@ def load_on_a_rank(world, folder):
         )  # fmt: skip
     finally:
         NativeEngine._make_moments = make_moments
-    grown = process.memory_info().rss - before
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    grown = int(peak.split()[1]) * 1024 - before
     return grown, {p.name: (p.begin, p.value.double().sum().item()) for p in engine.layout.parts}
 
 
@@ -55,7 +62,8 @@ def test_together_one_model(pools, folder):
     assert size > 0.6 * MEGABYTES * 1e6
     results = pools[3].run(load_on_a_rank, str(folder))
     together = sum(grown for grown, _ in results)
-    assert together < 1.5 * size, f"{together / 1e6:.0f} MB on three ranks for a file of {size / 1e6:.0f} MB"
+    # One model, and for a moment embedding and head (a quarter of this one) twice. Whole tensors would make it two.
+    assert together < 1.75 * size, f"{together / 1e6:.0f} MB on three ranks for a file of {size / 1e6:.0f} MB"
     expected = dict(load_model(folder).named_parameters())
     for rank, (_, shards) in enumerate(results):
         for name, (begin, total) in shards.items():

@@ -35,7 +35,7 @@ def train(world: World, folder: str, word: str, micro: int, keys: dict, precisio
     spec = as_built(planned_of)
     strategy = tiny_strategy(word, world.size, ROWS, micro, **keys)
     optim = OptimSection(lr=1e-2, clip=0.5, eps=1e-3)
-    weights = open_weights(Path(folder), spec).tensor
+    weights = open_weights(Path(folder), spec)
     engine = NativeEngine(spec, strategy, optim, precision, world, seed=7, weights=weights)
     losses = []
     for step in range(STEPS):

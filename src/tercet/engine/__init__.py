@@ -118,7 +118,7 @@ def open_engine(
 ) -> Engine:
     """Return the engine that the strategy names, with weights in place.
 
-    `weights` is a callable name -> CPU tensor (stored weights); None starts from random ones by `seed`.
+    `weights` is stored weights (engine/shards.py: Provider); None starts from random ones by `seed`.
     `vocabulary` is the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch,
     which DeepSpeed wants to know beforehand.
     """

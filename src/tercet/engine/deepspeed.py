@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +85,7 @@ class DeepSpeedEngine:
         self.balancer = Balancer(self.module)
         if weights is not None:
             for name, bias in self.balancer.biases().items():
-                bias.copy_(weights(name))
+                bias.copy_(weights.tensor(name))
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -94,7 +94,7 @@ class DeepSpeedEngine:
         t = self._descriptions[name]
         if weights is None:
             return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
-        return weights(name).to(torch.float32)
+        return weights.tensor(name).to(torch.float32)
 
     def _build(self, ds: Any, weights: Provider | None) -> Decoder:
         """Build on meta and fill piece by piece; under stage 3 each piece is sharded before the next is filled."""
@@ -265,13 +265,13 @@ class DeepSpeedEngine:
         return restored(reader, "deepspeed")
 
     @torch.no_grad()
-    def _fill_masters(self, whole: Provider) -> None:
+    def _fill_masters(self, whole: Callable[[str], Tensor]) -> None:
         for fragment in self.fragments:
             value = whole(fragment.name).reshape(-1)
             fragment.master.copy_(value[fragment.begin : fragment.begin + fragment.master.numel()])
 
     @torch.no_grad()
-    def _fill_compute(self, whole: Provider) -> None:
+    def _fill_compute(self, whole: Callable[[str], Tensor]) -> None:
         """Bring new values into the weights that compute: each rank its own shard, or everything under 1 and 2."""
         for parameter, name in self._names.items():
             value = whole(name)

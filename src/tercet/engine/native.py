@@ -65,7 +65,7 @@ class NativeEngine:
         self.balancer = Balancer(self.module)
         if weights is not None:
             for name, bias in self.balancer.biases().items():
-                bias.copy_(weights(name))
+                bias.copy_(weights.tensor(name))
         if isinstance(spec, TransformersModel):
             from tercet.model.through_transformers import check_documents
 
@@ -81,16 +81,23 @@ class NativeEngine:
         module = self._empty_module()
         kinds = {t.name: t for t in self.spec.tensors()}
 
+        sharded = strategy.zero > 0 and self.world.size > 1
+
         def value_of(name: str) -> Tensor:
             t = kinds[name]
             if weights is None:
-                value = initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
-            else:
-                value = weights(t.name).to(torch.float32)
-            return value.to(self.world.device)
+                return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed).to(self.world.device)
+            if not sharded:
+                return weights.tensor(name).to(self.world.device, torch.float32)
+            # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
+            # touched, and memory of the host that was never touched is not there.
+            begin, end = chunk_rows(t.shape[0], self.world.size, self.world.rank)
+            value = torch.empty(t.shape, dtype=torch.float32, device=self.world.device)
+            value[begin:end] = weights.rows(name, begin, end)
+            return value
 
         sharder = None
-        if strategy.zero and self.world.size > 1:
+        if sharded:
             # FSDP2 takes a second to import: only those pay it who shard.
             from tercet.parallel.shard import Sharded, Sharder
 

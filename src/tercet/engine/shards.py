@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -158,7 +157,12 @@ def restored(reader: Reader, engine: str) -> list[str]:
     return words if reader.engine == engine else [*words, f"all written by the {reader.engine} engine"]
 
 
-Provider = Callable[[str], Tensor]  # parameter name -> whole CPU tensor
+class Provider(Protocol):
+    """Weights that an engine starts from, on the CPU, in the type stored (model/stored.py: Stored)."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor: ...
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ def read_tensors(folder: Path, spec: Model) -> Iterator[tuple[str, Tensor]]:
     yield from open_weights(folder, spec)
 
 
-def stored_weights(name: str | Path, spec: Model) -> Callable[[str], Tensor]:
-    """Return name -> whole tensor on the CPU, for an engine that fills a model piece by piece."""
-    return open_weights(model_place(name), spec).tensor
+def stored_weights(name: str | Path, spec: Model) -> Stored:
+    """Return the weights of a folder, for an engine that fills a model piece by piece."""
+    return open_weights(model_place(name), spec)
 
 
 def model_place(name: str | Path) -> Path:
