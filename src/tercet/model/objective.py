@@ -31,7 +31,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ignored = labels[part, None] == IGNORED
             y = labels[part, None].masked_fill(ignored, 0)
             h = hidden[part].masked_fill(ignored, 0)
-            scores = F.log_softmax(F.linear(h, weight), -1, dtype=wide)
+            # Cast here: log_softmax(dtype=…) would on a CPU cast itself and hold all three, logits in both formats.
+            scores = F.log_softmax(F.linear(h, weight).to(wide), -1)
             total -= scores.gather(1, y).masked_fill_(ignored, 0).sum()
             if with_grad:
                 # softmax - one_hot, written over the scores

@@ -234,10 +234,11 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     if job.adapter_rank is not None:
         return chunk * (4 + 2 * size)
     head = counts.head_parameters
-    # Forward: fp32 sum of the weight's gradient and a chunk's product for it; logits in fp32, and their gradient
-    # in the working format if that is another. Backward: the sum, its multiple, and the multiple in that format.
+    # Forward: fp32 sum of the weight's gradient, with logits and their logarithms of probabilities in fp32; later a
+    # chunk's product for the sum, with the logits' gradient in fp32, and in the working format if that is another.
+    # Backward: the sum, its multiple, and the multiple in that format.
     extra = size if size != 4 else 0
-    return max((4 + size) * head + chunk * (4 + extra), (8 + extra) * head)
+    return max(4 * head + 8 * chunk, (4 + size) * head + chunk * (4 + extra), (8 + extra) * head)
 
 
 def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
