@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -16,6 +17,7 @@ from tests.cli import RECIPE
 from tests.transformers_tiny import reference, save_tiny
 
 
+@pytest.mark.slow  # half a minute; tests/distributed has the equalities
 def test_train_resume_export(cli):
     save_tiny(cli.folder / "tiny", "gpt_neox", vocab_size=300, max_position_embeddings=128)
     model = "model: {path: tiny, module: transformers}\n"
