@@ -126,7 +126,14 @@ def gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
     """Return whether all processes have ended within the time (zombies of a dead parent count as ended)."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if not any(map(_runs, processes)):
             return True
         time.sleep(0.05)
     return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
