@@ -108,3 +108,13 @@ def test_a_run_of_another_machine_is_refused(here, tmp_path):
     (tmp_path / "run" / "plan.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match="ran on RTX 4090, this is 1 CPU process"):
         of_run(folder, machine.this_machine())
+
+
+def test_what_runs_on_cards_taught_is_not_used_on_the_cpu(here):
+    content = orjson.loads(here.read_bytes())
+    content["corrections"] = {"kind": "gpu", "runs": 1, "constants": {"cpu_share": 0.5}}
+    here.write_bytes(orjson.dumps(content))
+    assert machine.this_machine().corrections == {}
+    content["corrections"]["kind"] = "cpu"
+    here.write_bytes(orjson.dumps(content))
+    assert machine.this_machine().corrections == {"cpu_share": 0.5}

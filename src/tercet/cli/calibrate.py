@@ -24,6 +24,8 @@ def register(app: typer.Typer) -> None:
 
 
 def run(folders: list[str], forget: bool, as_json: bool) -> None:
+    import orjson
+
     from tercet.errors import InputError
     from tercet.planner.calibrate import corrections, of_run
     from tercet.planner.constants import load, load_for
@@ -34,12 +36,12 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
         raise InputError("give finished run folders, or --forget alone", "For example: tercet calibrate runs/first-light-1")
     if forget:
         path = update({"corrections": {}})
-        typer.echo(f'{{"machine_file": "{path}", "corrections": {{}}}}' if as_json else f"forgotten: {path}")
+        typer.echo(orjson.dumps({"machine_file": str(path), "corrections": {}}).decode() if as_json else f"forgotten: {path}")
         return
     here = this_machine()
     runs = [of_run(folder, here) for folder in folders]
     found = corrections(runs, load())
-    path = update({"corrections": {"runs": len(runs), "constants": found}})
+    path = update({"corrections": {"kind": here.kind, "runs": len(runs), "constants": found}})
     here = this_machine()
     rows = []
     for row in runs:
@@ -52,8 +54,6 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
             }
         )
     if as_json:
-        import orjson
-
         answer = {"runs": rows, "corrections": found, "machine_file": str(path)}
         typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
         return

@@ -324,8 +324,10 @@ def this_machine(ranks: int | None = None) -> Machine:
     content = read_machine_file() or {}
     measured = {k: float(v) for k, v in content.get("measured", {}).items() if k in MEASURED}
     at = content.get("measured_at")
-    corrections = {k: float(v) for k, v in content.get("corrections", {}).get("constants", {}).items()}
     cards = detect_gpus()
+    learnt = content.get("corrections", {})  # by runs on the cards, or on the CPU: one says nothing of the other
+    same = learnt.get("kind") == ("gpu" if cards else "cpu")
+    corrections = {k: float(v) for k, v in learnt.get("constants", {}).items()} if same else {}
     if not cards:
         return Machine(
             ranks=ranks or DEFAULT_CPU_RANKS, card=None, host_bytes=memory, name="this machine (CPU)",
