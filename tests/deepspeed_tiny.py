@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ needs_deepspeed = pytest.mark.skipif(
 )
 CPU_OPTIMIZER = {"offload": {"optimizer": "cpu"}}
 CPU_BOTH = {"offload": {"optimizer": "cpu", "weights": "cpu"}}
+NVME_OPTIMIZER = {"offload": {"optimizer": "nvme"}}
+NVME_BOTH = {"offload": {"optimizer": "nvme", "weights": "nvme"}}
+NVME_WEIGHTS = {"offload": {"optimizer": "cpu", "weights": "nvme"}}
 LAYOUTS = {
+    "zero0": {"zero": 0}, "zero3-nvme": {"zero": 3, **NVME_OPTIMIZER}, "zero3-nvme-both": {"zero": 3, **NVME_BOTH},
+    "zero3-nvme-weights": {"zero": 3, **NVME_WEIGHTS},
     "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "zero2-cpu": {"zero": 2, **CPU_OPTIMIZER},
     "zero3-cpu": {"zero": 3, **CPU_OPTIMIZER}, "zero3-weights": {"zero": 3, **CPU_BOTH},
 }  # fmt: skip
@@ -32,8 +38,16 @@ def layout(name: str, ranks: int, batch: int, micro_batch: int = 1, tokens: int 
 
 
 def engine_of(
-    world: Any, strategy: Strategy, batch: int, precision: str = "fp32", model: Model | None = None, **optim: Any
+    world: Any,
+    strategy: Strategy,
+    batch: int,
+    precision: str = "fp32",
+    model: Model | None = None,
+    swap: Path | None = None,
+    **optim: Any,
 ) -> Engine:
     """As tests.tiny.tiny_engine, by way of open_engine."""
     section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})
-    return open_engine(model or tiny_model(), strategy, section, precision, world, seed=7, batch_sequences=batch)
+    return open_engine(
+        model or tiny_model(), strategy, section, precision, world, seed=7, batch_sequences=batch, swap=swap
+    )

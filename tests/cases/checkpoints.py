@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tercet.engine.shards import Save
+from tercet.engine.shards import Part, Save
 from tercet.parallel.world import World
 from tercet.spec.run_folder import RunFolder
 from tercet.training.checkpoint import Checkpoints
@@ -27,7 +27,9 @@ class SmallEngine:
         if self._random:
             time.sleep(self._random.random() * 0.004)
         position = {"steps_done": 0, "updates": 0}
-        save = Save(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0}, position, False)
+        save = Save(
+            [Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0})], position, False
+        )
         if self._random:
             time.sleep(self._random.random() * 0.004)
         return save

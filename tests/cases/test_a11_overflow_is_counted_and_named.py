@@ -65,7 +65,7 @@ def train(world: World, name: str, precision: str, bad: set[int]):
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16"), pytest.param("zero2-cpu", "bf16", marks=pytest.mark.slow)],
+    [("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16"), pytest.param("zero2-cpu", "bf16", marks=pytest.mark.slow)],
 )
 def test_every_step_bad_stops_after_k_and_names_the_rows(pools, name, precision):
     for message, step, updates, before, after in pools[2].run(train, name, precision, {2, 3, 4, 5, 6}):

@@ -51,7 +51,7 @@ def moments(folder: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("zero1", "bf16"), ("zero3", "bf16"), ("zero2-cpu", "bf16"),
+        ("zero0", "fp32"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero2-cpu", "bf16"),
         pytest.param("zero2", "fp32", marks=pytest.mark.slow), pytest.param("zero3-weights", "fp32", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -70,7 +70,7 @@ def test_resume_equals_no_interruption_bit_for_bit(pools, tmp_path, name, precis
 @pytest.mark.parametrize(
     ("saved_as", "saved_on", "name", "size"),
     [
-        ("zero3", 3, "zero3", 2), ("zero1", 2, "zero2-cpu", 3), ("zero3-cpu", 3, "zero1", 1),
+        ("zero0", 3, "zero3", 2), ("zero3", 2, "zero0", 3), ("zero3", 3, "zero3", 2), ("zero1", 2, "zero2-cpu", 3), ("zero3-cpu", 3, "zero1", 1),
         ("zero2", 3, "native-zero3", 2), ("native-zero3", 3, "zero3", 2), pytest.param("native-zero2", 2, "zero1", 3, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -115,19 +115,20 @@ def open_engine(
     vocabulary: int | None = None,
     stop_ids: Sequence[int] = (),
     batch_sequences: int = 1,
+    swap: Path | None = None,
 ) -> Engine:
     """Return the engine that the strategy names, with weights in place.
 
     `weights` is stored weights (engine/shards.py: Provider); None starts from random ones by `seed`.
     `vocabulary` is the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch,
-    which DeepSpeed wants to know beforehand.
+    which DeepSpeed wants to know beforehand. `swap`: the folder for what the strategy keeps on nvme.
     """
     if strategy.engine == "deepspeed":
         from tercet.engine.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(
             spec, strategy, optim, precision, world, seed=seed, weights=weights, vocabulary=vocabulary,
-            stop_ids=stop_ids, batch_sequences=batch_sequences,
+            stop_ids=stop_ids, batch_sequences=batch_sequences, swap=swap,
         )  # fmt: skip
     from tercet.engine.native import NativeEngine
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO stages 1 to 3 and their offload, behind the same seven verbs as the native engine.
+"""The DeepSpeed engine: ZeRO stages 0 to 3 and their offload, behind the same seven verbs as the native engine.
 
 The model is our Decoder and starts from the same tensors; DeepSpeed gets its JSON (deepspeed_config.py), shards,
 reduces and updates. What stays ours: the loss rule, the learning rate, random numbers, checkpoints.
@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.engine import MicroBatch, StepResult, Terms
+from tercet.engine.async_io import load_libraries
 from tercet.engine.deepspeed_config import deepspeed_config
 from tercet.engine.deepspeed_here import require_deepspeed
 from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Provider, Reader, Save, on_cpu, restored
+from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
 from tercet.errors import InputError, NotLegalError
 from tercet.model.balance import Balancer
 from tercet.model.decode import generate
@@ -57,7 +58,9 @@ class DeepSpeedEngine:
         vocabulary: int | None = None,
         stop_ids: Sequence[int] = (),
         batch_sequences: int = 1,
+        swap: Path | None = None,
     ):
+        """`swap`: the folder for what the strategy keeps on nvme."""
         if precision == "fp16" and world.device.type == "cpu":
             raise NotLegalError(["train.precision: fp16: DeepSpeed has no fp16 on a CPU; use bf16 or fp32 here"])
         self.spec, self.world, self.seed = spec, world, seed
@@ -70,15 +73,17 @@ class DeepSpeedEngine:
         self._peak: dict[str, int] = {}
         self._descriptions = {t.name: t for t in spec.tensors()}
         self.config = deepspeed_config(
-            spec, strategy, optim, precision, batch_sequences, on_card=world.device.type == "cuda"
+            spec, strategy, optim, precision, batch_sequences, on_card=world.device.type == "cuda", swap=swap
         )
         ds = import_deepspeed()
+        if strategy.on_nvme:
+            load_libraries()
         _join(world, ds)
         with _quiet(), _uncompiled():
             self.module = self._build(ds, weights)
             self.engine = self._initialize(ds, optim)
         self._names = {p: name for name, p in self.module.named_parameters()}
-        self.fragments = Fragments(self.engine, self._names, strategy.zero, world.rank)
+        self.fragments = Fragments(self.engine, self._names, strategy.zero, world.rank, world.size)
         if self._compute != torch.float32:
             # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
             self._fill_masters(lambda name: self._start(name, weights))
@@ -100,8 +105,10 @@ class DeepSpeedEngine:
         """Build on meta and fill piece by piece; under stage 3 each piece is sharded before the next is filled."""
         with torch.device("meta"):
             module = Decoder(self.spec)
+        files = None  # what reads and writes weights on nvme: one for all, each new one would empty the folder
 
         def fill(piece: nn.Module, prefix: str) -> None:
+            nonlocal files
             for name, parameter in list(piece.named_parameters()):
                 if parameter.is_meta:
                     owner, _, attribute = name.rpartition(".")
@@ -109,7 +116,10 @@ class DeepSpeedEngine:
                     setattr(piece.get_submodule(owner), attribute, nn.Parameter(value))
             if self._strategy.zero == 3:
                 # Skips what an earlier call has sharded. float32 is no dtype DeepSpeed's own config knows here.
-                ds.zero.Init(module=piece, config_dict_or_path=self.config, dtype=self._compute)
+                init = ds.zero.Init(
+                    module=piece, config_dict_or_path=self.config, dtype=self._compute, param_swapper=files
+                )
+                files = init.param_swapper
 
         for name, layer in module.model.layers.items():
             recompute(layer, self._strategy.recompute)
@@ -161,13 +171,31 @@ class DeepSpeedEngine:
                     scale = math.nan  # makes every rank's gradients NaN, which DeepSpeed sees and skips the step
             self.engine.backward(batch_loss * scale, scale_wrt_gas=False)
             self._note_peak()
-            self.engine.step()
-        updated = self.engine.was_step_applied()
-        norm = float(self.engine.get_global_grad_norm())
+            if n < len(micro_batches) - 1:
+                self.engine.step()  # counts the micro-batch
+        updated, norm = self._update()
         self.steps_done += 1
         self._updates += updated
         result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
         return self._rebalance(result, terms) if self.balancer else result
+
+    def _update(self) -> tuple[bool, float]:
+        """Run DeepSpeed's optimizer; return whether anything changed, and the norm of the whole gradient."""
+        scale = self.loss_scale or 1.0
+        checked = self._strategy.zero > 0 or self._compute != torch.float32
+        if checked:
+            self.engine.step()
+            norm = float(self.engine.get_global_grad_norm())
+            # Stage 0's fp16 optimizer, alone of all, gives the norm of the scaled gradients.
+            return self.engine.was_step_applied(), norm if self._strategy.zero else norm / scale
+        # Stage 0 in fp32 is plain AdamW, which updates whatever the gradients hold.
+        norm = nn.utils.get_total_norm([p.grad for p in self._names if p.grad is not None]).item()
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.optimizer.zero_grad()
+            self.engine.micro_steps += 1  # as its step() counts
+        return math.isfinite(norm), norm
 
     @property
     def loss_scale(self) -> float | None:
@@ -176,7 +204,8 @@ class DeepSpeedEngine:
 
     @property
     def _scaler(self) -> Any:
-        return self.engine.optimizer.loss_scaler
+        optimizer = self.engine.optimizer
+        return optimizer.loss_scaler if self._strategy.zero else optimizer.loss_scale_config
 
     def _loss(self, module: Any, batch: MicroBatch) -> Tensor:
         return module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
@@ -208,30 +237,36 @@ class DeepSpeedEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), put together one at a time; every rank must run through all of them."""
-        for parameter, name in self._names.items():
-            yield name, self.fragments.whole(parameter, name, self._descriptions[name].shape)
+        yield from self.fragments.wholes({name: t.shape for name, t in self._descriptions.items()})
         yield from self.balancer.biases().items()
 
     # -------------------------------------------------------------------------------------------- saved state
 
     def save(self, folder: Path) -> Save:
         """Write this rank's flat ranges in our own format: DeepSpeed's is a pickle, and bound to the rank count."""
-        tensors: dict[str, Tensor] = {}
-        begins: dict[str, int] = {}
-        for fragment in self.fragments:
-            begins[fragment.name] = fragment.begin
-            tensors[f"weights/{fragment.name}"] = on_cpu(fragment.master)
-            tensors |= {f"{m}/{fragment.name}": on_cpu(t) for m, t in fragment.moments.items()}
-        if self.world.rank == 0:  # equal on all ranks
-            for name, tensor in self.balancer.state():
-                begins[name] = 0
-                tensors[f"balance/{name}"] = on_cpu(tensor).flatten()
         position: dict[str, Any] = {"steps_done": self.steps_done, "updates": self._updates}
         if self._compute == torch.float16:
             position["scaler"] = scaler_state(self._scaler)
-        path = folder / f"rank-{self.world.rank}.safetensors"
         background = any(t.is_cuda for t in self.fragments.flats)
-        return Save(path, tensors, begins, position, background, layout="flat", engine="deepspeed")
+        return Save(self._parts(folder), position, background, layout="flat", engine="deepspeed")
+
+    def _parts(self, folder: Path) -> Iterator[Part]:
+        """Yield what is in memory as one part, and each group that lives in files as one of its own."""
+        stem = f"rank-{self.world.rank}"
+        here = Part(folder / f"{stem}.safetensors", {}, {})
+        for group, fragments in self.fragments.to_save():
+            part = here if group is None else Part(folder / f"{stem}-group-{group}.safetensors", {}, {})
+            for fragment in fragments:
+                part.rows[fragment.name] = fragment.begin
+                part.tensors[f"weights/{fragment.name}"] = on_cpu(fragment.master)
+                part.tensors.update({f"{m}/{fragment.name}": on_cpu(t) for m, t in fragment.moments.items()})
+            if group is not None:
+                yield part
+        if self.world.rank == 0:  # equal on all ranks
+            for name, tensor in self.balancer.state():
+                here.rows[name] = 0
+                here.tensors[f"balance/{name}"] = on_cpu(tensor).flatten()
+        yield here
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:
@@ -244,18 +279,17 @@ class DeepSpeedEngine:
                 f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
                 "Resume with the recipe of that run.",
             )
+        for fragment in self.fragments.each():
+            row = self._descriptions[fragment.name].shape[1:]
+            for what, target in {"weights": fragment.master, **fragment.moments}.items():
+                reader.read_elements(f"{what}/{fragment.name}", fragment.begin, target, row)
 
         def whole(name: str) -> Tensor:
             value = torch.empty(self._descriptions[name].shape)
             reader.read_into(f"weights/{name}", 0, value)
             return value
 
-        self._fill_masters(whole)
         self._fill_compute(whole)
-        for fragment in self.fragments:
-            row = self._descriptions[fragment.name].shape[1:]
-            for moment, target in fragment.moments.items():
-                reader.read_elements(f"{moment}/{fragment.name}", fragment.begin, target, row)
         for name, tensor in self.balancer.state():
             reader.read_into(f"balance/{name}", 0, tensor)
         self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
@@ -266,7 +300,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def _fill_masters(self, whole: Callable[[str], Tensor]) -> None:
-        for fragment in self.fragments:
+        for fragment in self.fragments.each():
             value = whole(fragment.name).reshape(-1)
             fragment.master.copy_(value[fragment.begin : fragment.begin + fragment.master.numel()])
 
@@ -280,10 +314,15 @@ class DeepSpeedEngine:
                 continue
             if parameter.data.numel() == value.numel():  # a small one, that stage 3 leaves whole on every rank
                 parameter.data.copy_(value)
-            shard = parameter.ds_tensor
+            shard, files = parameter.ds_tensor, parameter.nvme_swapper
+            in_file = files is not None and shard.status.name == "NOT_AVAILABLE"
+            if in_file:
+                files.swap_in([parameter], async_op=False)
             begin = self.world.rank * shard.numel()
             part = value.reshape(-1)[begin : begin + shard.numel()]
             shard.data[: part.numel()].copy_(part)
+            if in_file:
+                files.swap_out_and_release([parameter])
 
     # ------------------------------------------------------------------------------------------------- memory
 
@@ -300,10 +339,13 @@ class DeepSpeedEngine:
             states |= {"master", "optimizer", "gradients"}
         if self._strategy.offload_weights != "none":
             states |= {"weights"}
+        if "weights" in self._strategy.on_nvme:
+            files = next(iter(self._names)).nvme_swapper
+            rows.setdefault("pinned", []).append(files.buffers)
         counted: set[int] = set()
         result = dict.fromkeys(rows, 0)
-        for row in ("weights", "master", "optimizer", "gradients", "buffers"):
-            for tensor in rows[row]:
+        for row in ("pinned", "weights", "master", "optimizer", "gradients", "buffers"):
+            for tensor in rows.get(row, ()):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
                     counted.add(storage.data_ptr())

@@ -6,6 +6,7 @@ runtime/precision_config.py (github.com/deepspeedai/DeepSpeed, 0.19).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tercet.spec.model import Model
@@ -13,6 +14,10 @@ from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
 LARGEST_BUCKET = 200_000_000  # elements; DeepSpeed's own 5e8 takes 2 GB of a 24 GB card for each fp32 bucket
+# Elements updated at once where the optimizer's files are read and written: DeepSpeed holds four fp32 buffers of it.
+NVME_GROUP = 50_000_000
+# Whole weights that a rank reads from files at once: one module's, and what lies between two.
+NVME_WEIGHT_BUFFERS = 8
 NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
 
 
@@ -24,13 +29,14 @@ def deepspeed_config(
     batch_sequences: int,
     *,
     on_card: bool,
+    swap: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the configuration of one run.
+    """Return the configuration of one run. `swap`: the folder for what is on nvme.
 
     `train_batch_size` counts places (micro-batch x accumulation x ranks), of which the last ones may hold no row.
     The optimizer is PyTorch's fused AdamW, on the host too: as fast as DeepSpeed's own there, which every machine
     would have to compile first (docs/decisions/0052). Gradients are summed and sent in fp32 whatever the weights'
-    type.
+    type; stage 0 can only add micro-batches up in the weights' type, so there it has one micro-batch, or fp32.
     """
     accumulation = strategy.accumulation(batch_sequences)
     config: dict[str, Any] = {
@@ -50,15 +56,20 @@ def deepspeed_config(
                 "fused": True,
             },
         },
-        "zero_optimization": zero_section(model, strategy, on_card),
+        "zero_optimization": zero_section(model, strategy, on_card, swap),
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
         "fp16": {"enabled": precision == "fp16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "fp32" if strategy.zero else precision},
         "communication_data_type": "fp32",
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
     }
+    if strategy.on_nvme:  # DeepSpeed's defaults, written out
+        config["aio"] = {
+            "block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,
+            "overlap_events": True, "use_gds": False,
+        }  # fmt: skip
     if precision == "fp16":
         # Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
         config["fp16"] |= {
@@ -67,8 +78,10 @@ def deepspeed_config(
     return config
 
 
-def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, Any]:
+def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | None) -> dict[str, Any]:
     """Return `zero_optimization`: buckets no larger than the model needs, so small models stay small."""
+    if strategy.zero == 0:
+        return {"stage": 0}
     largest = max(t.parameters for t in model.tensors())
     bucket = max(largest, min(LARGEST_BUCKET, model.parameters))
     section: dict[str, Any] = {
@@ -79,14 +92,12 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, A
         "reduce_bucket_size": bucket,
     }
     if strategy.offload_optimizer != "none":
-        section["offload_optimizer"] = offload(strategy.offload_optimizer, on_card)
+        section["offload_optimizer"] = offload(strategy.offload_optimizer, on_card, swap)
     if strategy.zero < 3:
         section |= {"allgather_partitions": True, "allgather_bucket_size": bucket, "round_robin_gradients": False}
         return section
-    if strategy.offload_weights != "none":
-        section["offload_param"] = offload(strategy.offload_weights, on_card)
     layer = sum(t.parameters for t in model.tensors() if t.name.startswith("model.layers.0."))
-    return section | {
+    section |= {
         # As many parameters as are worth fetching ahead: one layer. Norms and other small ones stay everywhere.
         "stage3_prefetch_bucket_size": layer,
         "stage3_param_persistence_threshold": 10 * model.width,
@@ -95,7 +106,29 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool) -> dict[str, A
         "stage3_gather_16bit_weights_on_model_save": False,
         "sub_group_size": max(1, min(model.parameters, 1_000_000_000)),
     }
+    if "optimizer" in strategy.on_nvme:
+        section["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+        section["sub_group_size"] = max(1, min(model.parameters, NVME_GROUP))
+    if strategy.offload_weights != "none":
+        section["offload_param"] = offload(strategy.offload_weights, on_card, swap)
+    if "weights" in strategy.on_nvme:
+        section["offload_param"] |= {
+            "buffer_count": NVME_WEIGHT_BUFFERS, "buffer_size": nvme_weight_buffer(largest, strategy.ranks),
+            "max_in_cpu": 0,
+        }  # fmt: skip
+        # A buffer is held until its weight is let go. Fetching ahead asks twice for a weight that is used twice
+        # within the window, which DeepSpeed 0.19 then asserts against (partitioned_param_coordinator.py).
+        section |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return section
 
 
-def offload(device: str, on_card: bool) -> dict[str, Any]:
-    return {"device": device, "pin_memory": on_card}
+def nvme_weight_buffer(largest: int, ranks: int) -> int:
+    """Return the elements of one buffer: a rank's part of the largest weight."""
+    return -(-largest // ranks)
+
+
+def offload(device: str, on_card: bool, swap: Path | None) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": on_card}
+    if device == "nvme":
+        section["nvme_path"] = str(swap)
+    return section

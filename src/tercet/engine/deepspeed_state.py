@@ -7,7 +7,7 @@ what checkpoints store: any other number of ranks, and any other engine, finds i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Fragment:
-    """Elements [begin, begin + len(master)) of a flattened parameter: views into DeepSpeed's fp32 buffers."""
+    """Elements [begin, begin + len(master)) of a flattened parameter: views into DeepSpeed's fp32 buffers.
+
+    Of a group that lives in files the views hold until the next group is asked for.
+    """
 
     name: str
     begin: int
@@ -29,48 +32,106 @@ class Fragment:
 
 
 class Fragments:
-    """Views of masters and moments of every parameter under stages 1, 2 and 3."""
+    """Views of masters and moments of every parameter under stages 0 to 3.
 
-    def __init__(self, engine: Any, names: dict[nn.Parameter, str], zero: int, rank: int):
+    Groups that DeepSpeed keeps in files (offload to nvme) are brought into memory one at a time.
+    """
+
+    def __init__(self, engine: Any, names: dict[nn.Parameter, str], zero: int, rank: int, ranks: int):
         self._optimizer, self._names, self._zero, self._rank = engine.optimizer, names, zero, rank
+        self._ranks = ranks
         self.base = engine.basic_optimizer
+        # Stage 0 keeps fp32 copies of bf16 and fp16 weights, and fp32 weights themselves are the masters.
+        low, high = getattr(self._optimizer, "fp16_groups", ()), getattr(self._optimizer, "fp32_groups", ())
+        self._copies = {p: c for ps, cs in zip(low, high, strict=False) for p, c in zip(ps, cs, strict=True)} if zero == 0 else {}
         self.flats: list[Tensor] = self._flat_masters()
+        in_files = getattr(self._optimizer, "_swappable_optimizer_subgroup", lambda group: False)
+        self._in_files = {group for group in range(len(self.flats)) if in_files(group)}
+        self._present: int | None = None  # the group that was brought from its files
         self._make_moments()
 
     def _flat_masters(self) -> list[Tensor]:
+        if self._zero == 0:
+            return [self._whole_master(p) for p in self._names]
         if self._zero == 3:
             return self._optimizer.fp32_partitioned_groups_flat
         if hasattr(self._optimizer, "fp32_groups_flat_partition"):  # bf16 under stage 1 has an optimizer of its own
             return self._optimizer.fp32_groups_flat_partition
         return self._optimizer.single_partition_of_fp32_groups
 
+    def _whole_master(self, parameter: nn.Parameter) -> Tensor:
+        return self._copies.get(parameter, parameter)
+
     def _make_moments(self) -> None:
         """Allocate the moments now, not at the first step, so that a checkpoint can be read into them."""
-        for flat in self.flats:
+        for group, flat in enumerate(self.flats):
+            self._bring(group)
             state = self.base.state[flat]
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(flat, requires_grad=False)
+            self._put_away(changed=True)
 
     def set_updates(self, updates: int) -> None:
         """Set AdamW's own count of steps."""
         for flat in self.flats:
             self.base.state[flat]["step"].fill_(updates)
 
-    def __iter__(self) -> Iterator[Fragment]:
-        for parameter, name in self._names.items():
-            found = self.of(parameter, name)
-            if found is not None:
-                yield found
+    # ------------------------------------------------------------------------------------------ groups in files
 
-    def of(self, parameter: nn.Parameter, name: str) -> Fragment | None:
+    def _bring(self, group: int) -> None:
+        if group in self._in_files:
+            self._optimizer._optimizer_states_and_gradient_swap_in(group)
+            self._present = group
+
+    def _put_away(self, changed: bool) -> None:
+        if self._present is not None and changed:
+            self._optimizer._optimizer_states_and_gradient_swap_out(self._present)
+        elif self._present is not None:
+            self._optimizer._release_swap_buffers(self._present)
+        self._present = None
+
+    # ------------------------------------------------------------------------------------------------ fragments
+
+    def each(self) -> Iterator[Fragment]:
+        """Yield this rank's fragments, for the caller to write into."""
+        for _, parameters in self._by_group():
+            yield from filter(None, (self._of(p) for p in parameters))
+            self._put_away(changed=True)
+
+    def to_save(self) -> Iterator[tuple[int | None, list[Fragment]]]:
+        """Yield (group that lives in files, or None for all in memory; the fragments that this rank writes)."""
+        for group, parameters in self._by_group():
+            if self._zero == 0:  # everything is everywhere
+                parameters = parameters[self._rank :: self._ranks]
+            yield group, [f for f in map(self._of, parameters) if f is not None]
+            self._put_away(changed=False)
+
+    def _by_group(self) -> list[tuple[int | None, list[nn.Parameter]]]:
+        groups: dict[int | None, list[nn.Parameter]] = {}
+        for parameter in self._names:
+            group = self._position(parameter)[0] if self._in_files else None
+            groups.setdefault(group if group in self._in_files else None, []).append(parameter)
+        return list(groups.items())
+
+    def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Return (group, offset in it, length) of this rank's part under stage 3."""
+        return self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+
+    def _of(self, parameter: nn.Parameter) -> Fragment | None:
         """Return this rank's fragment of a parameter, or None when it holds none of it."""
-        if self._zero == 3:
-            group, offset, length = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        if self._zero == 0:
+            begin = offset = 0
+            length, flat = parameter.numel(), self._whole_master(parameter)
+        elif self._zero == 3:
+            group, offset, length = self._position(parameter)
             begin = self._rank * length
             length = min(length, parameter.ds_numel - begin)  # the last ranks' parts are padded
             if length <= 0:
                 return None
+            if group != self._present:
+                self._put_away(changed=False)
+                self._bring(group)
             flat = self.flats[group]
         else:
             mapping = parameter._hp_mapping
@@ -81,24 +142,32 @@ class Fragments:
             flat = self.flats[mapping.param_group_index]
         state = self.base.state[flat]
         return Fragment(
-            name, begin, flat.detach()[offset : offset + length],
-            {m: state[m][offset : offset + length] for m in MOMENTS},
+            self._names[parameter], begin, flat.detach().view(-1)[offset : offset + length],
+            {m: state[m].view(-1)[offset : offset + length] for m in MOMENTS},
         )  # fmt: skip
 
-    def whole(self, parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the whole fp32 parameter, put together from all ranks' fragments; every rank must call it."""
-        fragment = self.of(parameter, name)
+    def wholes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole fp32 parameter), put together from all ranks; every rank must run through all."""
+        try:
+            for parameter, name in self._names.items():
+                yield name, self._whole(parameter, shapes[name])
+        finally:
+            self._put_away(changed=False)
+
+    def _whole(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+        fragment = self._of(parameter)
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         whole = torch.zeros(shape, dtype=torch.float32, device=device)
         if fragment is not None:
             end = fragment.begin + fragment.master.numel()
             whole.view(-1)[fragment.begin : end].copy_(fragment.master)
-        dist.all_reduce(whole)  # all others add zeros
+        if self._zero > 0:
+            dist.all_reduce(whole)  # all others add zeros
         return whole
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return masters, moments, gradients, and the buckets that gradients are reduced in, held by this rank now."""
-        gradients: list[Tensor] = [f.grad for f in self.flats if f.grad is not None]
+        gradients: list[Tensor] = [t.grad for t in (*self.flats, *self._names) if t.grad is not None]
         for name in (
             "grad_partitions_flat_buffer", "fp32_groups_gradients_flat", "averaged_gradients", "accumulated_grads_in_cpu",
         ):  # fmt: skip
@@ -108,7 +177,10 @@ class Fragments:
         ]
         moments = [t for f in self.flats for t in self.base.state[f].values() if isinstance(t, Tensor)]
         masters = [f.detach() for f in self.flats]
-        return {"master": masters, "optimizer": moments, "gradients": gradients, "buffers": buckets}
+        found = {"master": masters, "optimizer": moments, "gradients": gradients, "buffers": buckets}
+        if self._in_files:
+            found["pinned"] = list(self._optimizer.optimizer_swapper.swap_buffer_manager.all_buffers)
+        return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

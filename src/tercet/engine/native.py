@@ -14,7 +14,7 @@ from torch import Tensor
 from tercet.engine import MicroBatch, StepResult, Terms
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Provider, Reader, Save, on_cpu, restored
+from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
 from tercet.errors import InputError
 from tercet.model.balance import Balancer
 from tercet.model.decode import generate
@@ -247,7 +247,7 @@ class NativeEngine:
         begins = {key.partition("/")[2]: begin for key, _, begin in rows}
         path = folder / f"rank-{self.world.rank}.safetensors"
         position = {"steps_done": self.steps_done, "updates": self._updates}
-        return Save(path, tensors, begins, position, background=self.world.device.type != "cpu")
+        return Save([Part(path, tensors, begins)], position, background=self.world.device.type != "cpu")
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """What an engine writes into a checkpoint: row ranges of every tensor, in safetensors, one file a rank.
 
-File `rank-N.safetensors` holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments
+File `rank-N.safetensors` (more of them, `rank-N-group-M`, for state that does not fit into memory) holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments
 `exp_avg/NAME`, `exp_avg_sq/NAME`, all fp32; its metadata gives the first row of each. Reading takes any rows from
 whichever files hold them, so another number of ranks, another layout or another engine finds what it needs.
 An engine that cuts parameters within rows (DeepSpeed) writes ranges of flattened elements instead: the metadata's
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,23 +34,33 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
+@dataclass(frozen=True)
+class Part:
+    """One file of a save. `rows`: parameter name -> first row, or first element when the layout is flat."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    rows: dict[str, int]
+
+
 class Save:
-    """One rank's file being written, in a thread of its own when `background`."""
+    """One rank's files being written, in a thread of its own when `background`.
+
+    Parts are asked for one after another, so an engine whose state is not in memory brings it piece by piece; in the
+    background they are all taken first.
+    """
 
     def __init__(
         self,
-        path: Path,
-        tensors: dict[str, Tensor],
-        rows: dict[str, int],
+        parts: Iterable[Part],
         position: dict[str, Any],
         background: bool,
         layout: str = "rows",
         engine: str = "native",
     ):
-        """`rows`: parameter name -> first row (or element); `position`: the engine's counts of steps."""
-        self._path, self._error, self._result = path, None, {}
-        self._tensors, self._metadata = tensors, {"rows": json.dumps(rows), "position": json.dumps(position)}
-        self._metadata |= {"layout": layout, "engine": engine}
+        """`position`: the engine's counts of steps."""
+        self._parts, self._error, self._result = list(parts) if background else parts, None, {}
+        self._metadata = {"position": json.dumps(position), "layout": layout, "engine": engine}
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
         if self._thread:
             self._thread.start()
@@ -58,13 +69,14 @@ class Save:
 
     def _run(self) -> None:
         try:
-            write_file(self._path, self._tensors, self._metadata)
-            size = self._path.stat().st_size
-            self._result = {self._path.name: {"bytes": size, "blake2b": file_hash(self._path)}}
+            for part in self._parts:
+                write_file(part.path, part.tensors, {"rows": json.dumps(part.rows), **self._metadata})
+                size = part.path.stat().st_size
+                self._result[part.path.name] = {"bytes": size, "blake2b": file_hash(part.path)}
         except BaseException as error:  # handed to the rank that waits, whatever it is
             self._error = error
         finally:
-            self._tensors = {}
+            self._parts = ()
 
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()

@@ -14,7 +14,7 @@ from tercet.errors import InputError, NotLegalError, nearest
 from tercet.planner.clock import model_flops, traffic
 from tercet.planner.constants import about, load_for
 from tercet.planner.counts import Counts
-from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases
+from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Search, moments_of
 from tercet.spec.families import HUB, describe, presets
@@ -22,6 +22,7 @@ from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.recipe import Recipe, build_recipe, load_recipe, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built
+from tercet.units import show_bytes
 
 __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
 
@@ -238,9 +239,10 @@ def label(strategy: Strategy) -> str:
         words.append("reduced once")
     if strategy.recompute != "none":
         words.append(f"recompute {strategy.recompute}")
-    away = [w for w in ("optimizer", "weights", "activations") if getattr(strategy, f"offload_{w}") != "none"]
-    if away:
-        words.append(f"{' + '.join(away)} on host")
+    for place, words_of_it in (("cpu", "on host"), ("nvme", "on nvme")):
+        away = [w for w in ("optimizer", "weights", "activations") if getattr(strategy, f"offload_{w}") == place]
+        if away:
+            words.append(f"{' + '.join(away)} {words_of_it}")
     if strategy.compile:
         words.append("compiled")
     return ", ".join(words)
@@ -367,6 +369,13 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
             )
     if any(c.strategy.engine == "deepspeed" for c in fits[:SHOWN]) and find_spec("deepspeed") is None:
         found.append("engine deepspeed needs an install that is not here: pip install 'tercet[deepspeed]'")
+    if fits and fits[0].job.nvme:
+        rate = machine.measured.get("disk_write")
+        found.append(
+            f"files on nvme: {show_bytes(swap_bytes(search.counts, fits[0].job))} are written in every step, by all "
+            f"ranks to one drive (drives wear by bytes written); at {show_bytes(rate or search.constants.nvme_rate)}/s, "
+            + ("as measured by tercet doctor" if rate else "which is assumed (tercet doctor measures it)")
+        )
     gain = fp8_gain(machine)
     if gain and work.precision == "bf16" and machine.card:
         found.append(

@@ -93,7 +93,7 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
         compute /= job.pipeline
         step["bubble"] = compute * (job.pipeline - 1) / job.accumulation
     host = host_seconds(counts, job, speed, machine, c)
-    step["host"] = _exposed(host, compute, c.overlap)
+    step["host"] = _exposed(host, compute, c.overlap) + nvme_seconds(counts, job, machine, c)
     hidden, bare = communication_seconds(counts, job, machine, c)
     # What is left of the arithmetic after host copies can hide collectives.
     step["communication"] = bare + _exposed(hidden, max(0.0, compute - host), c.overlap)
@@ -319,6 +319,19 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Co
             2 * job.accumulation * len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes
         )
     return moved / speed.host
+
+
+def nvme_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> float:
+    """Return seconds of reading and writing files on the one drive that all ranks share; nothing hides them.
+
+    Per parameter and step: masters and moments in and out, the gradient out and in; each weight in for forward and
+    backward of every micro-batch, and out once.
+    """
+    if not job.nvme:
+        return 0.0
+    moved = 2.0 * (4 + job.state_bytes + job.gradient_bytes) * ("optimizer" in job.nvme)
+    moved += (2 * job.accumulation + 1) * job.weight_bytes * ("weights" in job.nvme)
+    return moved * job.trained_parameters(counts) / machine.measured.get("disk_write", c.nvme_rate)
 
 
 def _round_robin(

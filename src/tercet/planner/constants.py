@@ -42,6 +42,7 @@ class Constants:
     host_share: float = field(default=0.70, metadata={"what": "copies between host and card while training"})
     overlap: float = field(default=0.60, metadata={"what": "communication that computing can hide"})
     cpu_adam: float = field(default=1.2e9, metadata={"what": "parameters per second, AdamW on the host"})
+    nvme_rate: float = field(default=3e9, metadata={"what": "files on an unmeasured NVMe drive, B/s (an assumption)"})
     pipeline_share: float = field(default=0.92, metadata={"what": "round-robin pipeline's time spent computing"})
     # --- memory
     reserve_share: float = field(default=0.08, metadata={"what": "PyTorch reserved beyond allocated, of allocated"})

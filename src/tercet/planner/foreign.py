@@ -52,6 +52,7 @@ class Reading:
     zero: int = 0
     offload_optimizer: str = "none"
     offload_weights: str = "none"
+    nvme_path: str | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     batch: int | None = None
@@ -160,6 +161,8 @@ def _zero(zero: dict[str, Any], found: Reading) -> None:
             device = str(value.get("device") or "none")
             if device not in ("none", "cpu", "nvme"):
                 raise InputError(f"{found.path}: {full}.device is {device!r}; it must be none, cpu or nvme")
+            if device == "nvme":
+                found.nvme_path = value.get("nvme_path") or found.nvme_path
             if device == "nvme" and not value.get("nvme_path"):
                 found.say(full, "refused", f"{full}.device nvme needs nvme_path")
             if device != "nvme" and value.get("nvme_path"):
@@ -313,6 +316,9 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
         )
     elif weights != "none":
         found.offload_weights = weights
+    for what, where in (("optimizer", found.offload_optimizer), ("param", weights)):
+        if where == "nvme":
+            found.nvme_path = section.get(f"offload_{what}_nvme_path") or found.nvme_path
     if section.get("zero3_init_flag") and found.zero != 3:
         found.say("zero3_init_flag", "dead", f"zero3_init_flag acts in stage 3 only, and the stage is {found.zero}")
     steps = section.get("gradient_accumulation_steps")

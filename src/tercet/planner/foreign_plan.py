@@ -106,6 +106,8 @@ def as_overrides(found: Reading) -> list[str]:
     """Return the reading as recipe overrides."""
     result = [f"strategy.zero={found.zero}", f"strategy.offload.optimizer={found.offload_optimizer}",
               f"strategy.offload.weights={found.offload_weights}"]  # fmt: skip
+    if found.nvme_path:
+        result.append(f"strategy.offload.nvme_path={found.nvme_path}")
     if found.offload_optimizer != "none" or found.offload_weights != "none" or found.precision == "fp16":
         result.append("strategy.engine=deepspeed")
     if found.micro_batch:

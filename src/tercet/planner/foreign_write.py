@@ -26,6 +26,9 @@ def accelerate_file(found: Reading) -> dict:
     }
     if found.zero == 3:
         section |= {"offload_param_device": found.offload_weights, "zero3_init_flag": False}
+    for what in ("optimizer", "param"):
+        if found.nvme_path and section.get(f"offload_{what}_device") == "nvme":
+            section[f"offload_{what}_nvme_path"] = found.nvme_path
     content["deepspeed_config"] = section
     content["mixed_precision"] = found.precision or "no"
     return content | {"num_machines": 1, "machine_rank": 0, "num_processes": found.ranks or 3}

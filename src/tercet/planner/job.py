@@ -47,6 +47,7 @@ class Job:
     loss: Loss = "fused"
     loss_chunks: int | None = None  # parts into which a hand-written loss cuts a micro-batch; None: CHUNK_TOKENS each
     offload: frozenset[str] = frozenset()
+    nvme: frozenset[str] = frozenset()  # what of it lies in files: optimizer (masters and moments), weights
     reduce_every_micro_batch: bool = False
     step_in_backward: bool = False
     packed_attention: bool = True  # flash: the causal half only
@@ -133,6 +134,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         loss="fused" if ours else "full",
         deepspeed=deepspeed,
         offload=frozenset(offload),
+        nvme=strategy.on_nvme,
         reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
         expert=strategy.expert,
         pipeline=strategy.pipeline,

@@ -1,7 +1,7 @@
 """Bytes per rank, by row and moment. Formulas and their sources: docs/concepts/planner.md.
 
 Rows on the card: weights, master, gradients, optimizer, activations, logits, buffers, reserve. On the host:
-states, pinned, inputs, loading. On disk: checkpoint, export. The first four are exact for the native engine
+states, pinned, inputs, loading. On disk: checkpoint, export, swap (what is kept on nvme). The first four are exact for the native engine
 (tests/twins hold them to engine.memory()); the others are estimates, and logits and buffers upper bounds.
 """
 
@@ -18,6 +18,8 @@ CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logi
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
 DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
+NVME_GROUP = 50_000_000  # twin in engine/deepspeed_config.py, as is the next
+NVME_WEIGHT_BUFFERS = 8
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
@@ -100,6 +102,10 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
     on_host = "optimizer" in job.offload
     weights = 0 if "weights" in job.offload else job.weight_bytes * (part if job.zero == 3 else whole)
     gradients = job.gradient_bytes * (part if job.zero >= 2 else whole)
+    if job.zero == 0:  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
+        rows = {"weights": weights, "master": job.master_bytes * whole, "gradients": job.weight_bytes * whole,
+                "optimizer": job.state_bytes * whole}  # fmt: skip
+        return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
     rows = {
         "weights": weights,
         "master": 0 if on_host else 4 * part,
@@ -303,9 +309,9 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading."""
     trained = job.trained_parameters(counts)
     states = 0.0
-    if "optimizer" in job.offload:  # replicas each have their own
+    if "optimizer" in job.offload - job.nvme:  # replicas each have their own
         states += (max(job.master_bytes, 4) + job.state_bytes) * trained * (job.shards if job.zero == 0 else 1)
-    if "weights" in job.offload:
+    if "weights" in job.offload - job.nvme:
         states += (
             job.frozen_bytes * (counts.parameters - counts.outside_parameters)
             + job.outer_frozen_bytes * counts.outside_parameters
@@ -317,9 +323,11 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
         residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
-    pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload else 0) + residuals
+    pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload - job.nvme else 0) + residuals
     if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
         pinned += 4 * trained * (job.shards if job.zero == 0 else 1)
+    if job.nvme:
+        pinned += nvme_buffers(counts, job) * job.ranks
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
     loading = 4 * counts.largest_tensor * job.ranks
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
@@ -331,8 +339,29 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     }
 
 
+def nvme_buffers(counts: Counts, job: Job) -> float:
+    """Return one rank's host memory that files are read into and written from (DeepSpeed's swap_tensor package).
+
+    Four fp32 buffers of the largest group for the optimizer; for weights, buffers of the largest one's part, and the
+    weights of one group, whole, on their way back.
+    """
+    part = -(-counts.largest_tensor // job.shards)
+    group = max(part, min(NVME_GROUP, -(-counts.parameters // job.shards)))
+    found = 4.0 * 4 * group if "optimizer" in job.nvme else 0.0
+    if "weights" in job.nvme:
+        found += job.weight_bytes * (NVME_WEIGHT_BUFFERS * part + min(group * job.shards, counts.parameters))
+    return found
+
+
+def swap_bytes(counts: Counts, job: Job) -> float:
+    """Return the files' bytes: fp32 masters, moments and gradients; the weights' own."""
+    per_parameter = (4 + job.state_bytes + job.gradient_bytes) * ("optimizer" in job.nvme)
+    return (per_parameter + job.weight_bytes * ("weights" in job.nvme)) * job.trained_parameters(counts)
+
+
 def disk_rows(counts: Counts, job: Job, keep: int, model_bytes: float) -> Rows:
     """Return disk of checkpoints (weights in fp32, two moments; one more while publishing) and of the model."""
     trained = job.trained_parameters(counts)
     one = (max(job.master_bytes, job.weight_bytes) + job.state_bytes) * trained
-    return {"checkpoint": int(one * (keep + 1)), "export": int(model_bytes * counts.parameters)}
+    rows = {"checkpoint": int(one * (keep + 1)), "export": int(model_bytes * counts.parameters)}
+    return {**rows, "swap": int(swap_bytes(counts, job))} if job.nvme else rows

@@ -181,12 +181,32 @@ class Search:
             other = self.candidate(_with_zero(strategy, zero))
             if self.fits(other):
                 return f"zero: {zero} saves {show_bytes(candidate.need - other.need)} and fits"
+        if strategy.engine == "deepspeed" and self.overflow(candidate)[1]:
+            files = self._in_files(strategy)
+            if files is not None:
+                return files
         tokens = self.work.sequence_tokens // 2
         while tokens >= 256:
             if self.fits(self.candidate(strategy, replace(self.work, sequence_tokens=tokens))):
                 return f"{tokens} instead of {self.work.sequence_tokens} tokens per sequence fits"
             tokens //= 2
         return self._more_hardware(strategy)
+
+    def _in_files(self, strategy: Strategy) -> str | None:
+        """Say whether files on NVMe instead of host memory would let it fit, and how fast it then is."""
+        for weights in ("none", "nvme"):
+            if strategy.offload_weights != "none" and weights == "none":
+                continue
+            base = replace(_with_zero(strategy, 3), recompute="full", offload_optimizer="nvme", offload_weights=weights)
+            tried = [self.candidate(replace(base, micro_batch=n)) for n in micro_batches(strategy.ranks, self.work)]
+            fitting = [c for c in tried if self.fits(c)]
+            if fitting:
+                other = min(fitting, key=Candidate.order)
+                keys = "strategy.engine=deepspeed strategy.zero=3 strategy.offload.optimizer=nvme"
+                keys += " strategy.offload.weights=nvme" if weights == "nvme" else ""
+                speed = f", {other.tokens_per_second:.0f} tokens/s" if other.tokens_per_second else ""
+                return f"{keys} keeps it in files and fits ({show_bytes(other.host_need)} of host RAM{speed})"
+        return None
 
     def _more_hardware(self, strategy: Strategy) -> str:
         smallest = self.candidate(

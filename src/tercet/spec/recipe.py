@@ -156,6 +156,9 @@ class OffloadSection(Section):
     optimizer: Literal["none", "cpu", "nvme"] = "none"
     weights: Literal["none", "cpu", "nvme"] = "none"
     activations: Literal["none", "cpu"] = "none"
+    nvme_path: str | None = Field(
+        default=None, description="folder for what is on nvme, on each machine; default: swap/ in the run folder"
+    )
 
 
 WORDS: dict[str, dict[str, Any]] = {

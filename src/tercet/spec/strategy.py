@@ -43,6 +43,12 @@ class Strategy:
             return "single"
         return "ddp" if self.zero == 0 else f"zero{self.zero}"
 
+    @property
+    def on_nvme(self) -> frozenset[str]:
+        """What lives in files: optimizer (masters and moments), weights, or both."""
+        places = {"optimizer": self.offload_optimizer, "weights": self.offload_weights}
+        return frozenset(what for what, where in places.items() if where == "nvme")
+
     def accumulation(self, batch_sequences: int) -> int:
         """Return the micro-batches per optimizer step: batch over ranks times micro-batch, rounded up."""
         return ceil(batch_sequences / (self.ranks * self.micro_batch))
@@ -80,9 +86,10 @@ def not_built(recipe: Recipe) -> list[str]:
             why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
     for what in ("optimizer", "weights", "activations"):
         where = getattr(s.offload, what)
-        if where == "nvme" or (where != "none" and what == "activations"):
-            other = "none" if what == "activations" else "cpu"
-            why.append(f"strategy.offload.{what}: {where} is not built yet; {other} is")
+        if where != "none" and what == "activations":
+            why.append(f"strategy.offload.{what}: {where} is not built yet; none is")
+        if where == "nvme" and not deepspeed:
+            why.append(f"strategy.offload.{what}: nvme is built for strategy.engine=deepspeed (zero 3); cpu is for both")
     if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
         why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
     if recipe.train.precision not in ("bf16", "fp32", *(("fp16",) if deepspeed else ())):
@@ -100,7 +107,9 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
     Micro-batch: as many rows as `micro_batch_tokens` holds, evened out so that the last one is not a remnant.
     """
     if section.engine == "deepspeed":  # its offload needs a stage on one rank too
-        zero = section.zero if section.zero != "auto" else 3 if section.offload.weights != "none" else 2
+        away = section.offload
+        needs_3 = away.weights != "none" or away.optimizer == "nvme"
+        zero = section.zero if section.zero != "auto" else 3 if needs_3 else 2
     else:
         zero = 0 if section.zero == "auto" or ranks == 1 else section.zero  # one rank has nothing to shard
     if section.micro_batch == "auto":
@@ -173,13 +182,19 @@ def _why_not_through_transformers(strategy: Strategy | StrategySection) -> list[
 def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str]:
     """Return what DeepSpeed cannot do, or does in a way that breaks a promise of ours."""
     why = []
-    if strategy.zero == 0:
+    if strategy.zero == 0 and work.precision != "fp32" and strategy.accumulation(work.batch_sequences) > 1:
         why.append(
-            "strategy.zero 0 with engine deepspeed: its stage 0 updates without looking for NaN in fp32, and adds "
-            "gradients up in bf16 otherwise; use zero 1, or strategy=ddp"
+            f"strategy.zero 0 with engine deepspeed adds the gradients of {strategy.accumulation(work.batch_sequences)} "
+            f"micro-batches up in {work.precision}; use zero 1, strategy=ddp, or a larger micro-batch"
         )
-    if strategy.offload_weights != "none" and strategy.zero != 3:
+    for what in ("optimizer", "weights"):
+        where = getattr(strategy, f"offload_{what}")
+        if strategy.zero == 0 and where != "none":
+            why.append(f"strategy.offload.{what}: {where} needs a stage (strategy.zero 1, 2 or 3), and zero is 0")
+    if strategy.offload_weights != "none" and strategy.zero in (1, 2):
         why.append(f"strategy.offload.weights: {strategy.offload_weights} needs zero 3, and zero is {strategy.zero}")
+    if strategy.offload_optimizer == "nvme" and strategy.zero in (1, 2):
+        why.append(f"strategy.offload.optimizer: nvme needs zero 3, and zero is {strategy.zero}; cpu works with less")
     if strategy.zero >= 2 and strategy.reduce_gradients == "once_per_step":
         why.append(
             f"strategy.reduce_gradients: once_per_step: DeepSpeed's stage {strategy.zero} reduces after every micro-batch"

@@ -18,6 +18,7 @@ from tercet.training.lock import RunLock
 from tercet.training.rank import die_with_parent, run_as_rank
 from tercet.training.stop import Stop
 from tercet.training.supervise import changed_keys, leave_report, make_plan, new_run, refuse_changes, write_run
+from tercet.training.swap import Swap
 
 
 def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str | None, resume: str | None) -> int:
@@ -44,15 +45,32 @@ def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str 
         if world.rank == 0 and error is not None:
             raise error
         return error.exit_code if error else 1
+    swap = Swap(RunFolder(path)) if world.local_rank == 0 else None  # every machine has its own files
     try:
         pids = world.gather(os.getpid())
         if lock is not None:
             lock.ranks(pids)
+        _prepare_swap(swap, world)
         return run_as_rank(recipe, RunFolder(path), world.rank, stop, lambda: world)
     finally:
+        if swap is not None:
+            swap.remove()
         if lock is not None:
             lock.release()
             leave_report(RunFolder(path), print)
+
+
+def _prepare_swap(swap: Swap | None, world: World) -> None:
+    """Prepare each machine's files on one of its ranks while the others wait; every rank raises what one raised."""
+    error = None
+    try:
+        if swap is not None:
+            swap.prepare(lambda text: print(text, flush=True))
+    except TercetError as found:
+        error = found
+    for found in world.gather(error):
+        if found is not None:
+            raise found
 
 
 def _set_up(

@@ -30,6 +30,7 @@ from tercet.training.loop import Loop, Progress, peak_bytes
 from tercet.training.record import Recorder, preparation_bar, write_json
 from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
+from tercet.training.swap import swap_folder
 
 BYTES_PER_SAVED_PARAMETER = 12  # fp32 weights and two moments
 
@@ -55,7 +56,7 @@ def run_rank(
         strategy = Strategy(**(run.read_plan() or {})["strategy"])
         loader = Loader(prepared, recipe.train.batch_sequences, recipe.train.seed)
         total_steps = steps_of(recipe, loader.rows_per_epoch)
-        engine = _engine(recipe, spec, strategy, prepared, world)
+        engine = _engine(recipe, run, spec, strategy, prepared, world)
         progress = _resume(run, engine, world, say)
     record = None
     if world.rank == 0:
@@ -123,7 +124,9 @@ def _sayer(console: Console | None) -> Callable[[str], None]:
     return say
 
 
-def _engine(recipe: Recipe, spec: Model, strategy: Strategy, prepared: Prepared, world: World) -> Engine:
+def _engine(
+    recipe: Recipe, run: RunFolder, spec: Model, strategy: Strategy, prepared: Prepared, world: World
+) -> Engine:
     weights = None
     if recipe.model.path is not None and recipe.model.init != "random":
         weights = stored_weights(recipe.model.path, spec)
@@ -135,6 +138,7 @@ def _engine(recipe: Recipe, spec: Model, strategy: Strategy, prepared: Prepared,
     return open_engine(
         spec, strategy, recipe.optim, recipe.train.precision, world, seed=recipe.train.seed, weights=weights,
         vocabulary=prepared.vocabulary, stop_ids=(prepared.eos_id,), batch_sequences=recipe.train.batch_sequences,
+        swap=swap_folder(recipe, run) if strategy.on_nvme else None,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run, read_json
 from tercet.spec.strategy import Work, not_built, why_not
 from tercet.training.lock import RunLock
+from tercet.training.swap import Swap
 from tercet.units import show_bytes
 
 POLL_SECONDS = 0.05
@@ -218,14 +219,18 @@ def _run_to_the_end(
     say: Callable[[str], None],
     watch: tuple[int, int] | None = None,
 ) -> None:
+    swap = Swap(run)
     for attempt in range(restarts + 1):
         try:
+            swap.prepare(say)
             _Ranks(run, ranks, lock, say, watch).wait()
             return
         except TercetError as error:
             if error.exit_code != 1 or attempt == restarts:
                 raise
             say(f"{error}\nrestart {attempt + 1} of {restarts}")
+        finally:
+            swap.remove()
 
 
 class _Ranks:
