@@ -8,6 +8,7 @@ so and leaves; `--rehearse` then runs the same parts on CPU processes, to try th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tercet.engine.async_io import why_not_here
 from tercet.report.compare import compare
 from tercet.spec.machine import detect_gpus
 from tercet.units import show_bytes
@@ -47,7 +49,7 @@ def run(folder: Path, name: str, ranks: int, *keys: str, cpu: bool = False) -> d
         return {"error": done.stderr.strip()[-2000:]}
     events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
     return {
-        "losses": [row["loss"] for row in events if row["event"] == "step"],
+        "losses": {str(row["step"]): row["loss"] for row in events if row["event"] == "step"},  # skipped steps have none
         "summary": json.loads((folder / name / "summary.json").read_text()),
         "plan": json.loads((folder / name / "plan.json").read_text()),
     }
@@ -61,6 +63,31 @@ def parts(cards: int) -> list[tuple[str, int, tuple[str, ...]]]:
         found += [(word, cards, (f"strategy={word}",)) for word in ("ddp", "zero1", "zero2", "zero3")]
         found.append(("zero3, accumulation", cards, ("strategy=zero3", "strategy.micro_batch=1")))
     return found
+
+
+def deepspeed_parts(ranks: int, on_cards: bool) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Return DeepSpeed's parts: its stages, offload to the host, fp16 on cards, files where its library is built."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return []
+    stages = {
+        "zero0, fp32": ("strategy.zero=0", "train.precision=fp32"),
+        "zero2": ("strategy.zero=2",),
+        "zero3": ("strategy.zero=3",),
+        "zero2, optimizer on host": ("strategy.zero=2", "strategy.offload.optimizer=cpu"),
+        "zero3, all on host": ("strategy.zero=3", "strategy.offload.optimizer=cpu", "strategy.offload.weights=cpu"),
+    }
+    if on_cards:  # DeepSpeed has no fp16 on a CPU
+        stages["zero2, fp16"] = ("strategy.zero=2", "train.precision=fp16")
+    if not why_not_here():
+        stages["zero3, all in files"] = ("strategy.zero=3", "strategy.offload.optimizer=nvme", "strategy.offload.weights=nvme")
+    return [(f"deepspeed {name}", ranks, ("strategy.engine=deepspeed", *keys)) for name, keys in stages.items()]
+
+
+def distance(losses: dict[str, float], reference: dict[str, float]) -> float:
+    """Return how far a loss is from the reference's, up to the first step that fp16's loss scale skipped."""
+    until = next((step for step in reference if step not in losses), None)
+    compared = [step for step in reference if until is None or int(step) < int(until)]
+    return max((abs(losses[s] - reference[s]) / reference[s] for s in compared), default=0.0)
 
 
 def versions(cards: list[dict[str, str]]) -> dict[str, str]:
@@ -88,7 +115,7 @@ def page(found: dict[str, dict[str, Any]], about: dict[str, str], seconds: float
             continue
         summary, planned = part["summary"], part["plan"].get("tokens_per_second")
         lines.append(
-            f"| {name} | {summary['ranks']} | {part['losses'][-1]:.4f} | {part['distance']:.2%}"
+            f"| {name} | {summary['ranks']} | {list(part['losses'].values())[-1]:.4f} | {part['distance']:.2%}"
             f"{'' if part['distance'] <= LOSS_BOUND else ' (too far)'} | {summary['tokens_per_second']:.0f} | "
             f"{f'{planned:.0f}' if planned else 'unknown'} | {show_bytes(max(summary['peak_bytes_per_rank']))} |"
         )
@@ -116,7 +143,8 @@ def main() -> None:
         references = {p: run(folder, f"cpu-{p}", 1, "strategy=single", f"train.precision={p}", cpu=True) for p in ("bf16", "fp32")}
         if failed := [r["error"] for r in references.values() if "error" in r]:
             sys.exit(f"the CPU reference failed: {failed[0]}")
-        for number, (what, ranks, keys) in enumerate(parts(len(cards) or 3)):
+        every = parts(len(cards) or 3) + deepspeed_parts(len(cards) or 3, bool(cards))
+        for number, (what, ranks, keys) in enumerate(every):
             if time.monotonic() - begin > LIMIT_SECONDS:
                 print(f"out of time; left out: {what} and what follows")
                 break
@@ -124,7 +152,7 @@ def main() -> None:
             part = run(folder, f"part-{number}", ranks, *keys, cpu=not cards)
             reference = references["fp32" if "fp32" in what else "bf16"]["losses"]
             if "error" not in part:
-                part["distance"] = max(abs(a - b) / b for a, b in zip(part["losses"], reference, strict=True))
+                part["distance"] = distance(part["losses"], reference)
             found[what] = part | {"ranks": ranks}
     about = versions(cards)
     label = re.sub(r"[^a-z0-9]+", "-", f"{len(cards)}x {cards[0]['name']}".lower()) if cards else "cpu-rehearsal"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ TOOLS = {
     "nvcc": "release 12.8",
     "cuda_home": "/usr/local/cuda",
     "libaio": True,
+    "async_io_built": False,
 }
 
 
@@ -41,6 +43,7 @@ def test_each_missing_tool_is_named_and_the_fallback_too(missing, words):
 
 def test_an_empty_environment_lists_all_causes(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # ninja from PyPI lies beside it
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     found = inventory.inventory(tmp_path)

@@ -10,9 +10,9 @@ import pytest
 from tercet.engine.deepspeed_here import require_deepspeed
 from tercet.errors import InputError
 from tercet.spec.recipe import build_recipe
-from tercet.spec.strategy import not_built
+from tercet.spec.strategy import Work, not_built, resolve, why_not
 from tests.deepspeed_tiny import engine_of, layout, needs_deepspeed
-from tests.tiny import micro_batches
+from tests.tiny import micro_batches, tiny_model
 
 
 def train_without_tools(world, folder: str):
@@ -45,6 +45,15 @@ def test_without_deepspeed_the_way_to_install_it_is_told(monkeypatch):
     assert 'pip install "tercet[deepspeed]"' in str(caught.value)
 
 
-def test_nvme_is_refused_with_the_way_that_works():
-    tree = {"data": {"train": "x"}, "strategy": {"engine": "deepspeed", "zero": 3, "offload": {"optimizer": "nvme"}}}
-    assert not_built(build_recipe(tree)) == ["strategy.offload.optimizer: nvme is not built yet; cpu is"]
+def recipe_with(**strategy):
+    return build_recipe({"data": {"train": "x"}, "strategy": strategy})
+
+
+def test_nvme_needs_deepspeed_and_stage_3():
+    """Its library is built before the ranks start (tests/unit/test_async_io.py)."""
+    offload = {"optimizer": "nvme"}
+    assert "deepspeed (zero 3); cpu is for both" in not_built(recipe_with(engine="native", offload=offload))[0]
+    recipe = recipe_with(engine="deepspeed", offload=offload)
+    assert not_built(recipe) == [] and resolve(recipe.strategy, 3, Work(16, 12)).zero == 3
+    two = resolve(recipe_with(engine="deepspeed", zero=2, offload=offload).strategy, 3, Work(16, 12))
+    assert any("nvme needs zero 3, and zero is 2" in sentence for sentence in why_not(tiny_model(), two, Work(16, 12)))

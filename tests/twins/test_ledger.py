@@ -53,9 +53,9 @@ def test_exact_with_the_optimizer_or_the_weights_on_the_host(pools, precision, w
         for moment in ("between_steps", "peak"):
             got = {row: measured[moment].get(row, 0) for row in ROWS_EXACT}
             assert got == {row: planned[moment][row] for row in ROWS_EXACT}, moment
-    # What has left the cards is on the host: masters, moments, and at the peak the gradients.
+    # What has left the cards is on the host: masters and moments, and at the peak the gradients.
     model = tiny_model()
     work = Work(16, rows, precision)
     host = host_rows(Counts(model), of_strategy(tiny_strategy(word, size, rows, 1, **keys), work), True)
-    held_there = sum(m["peak"]["states"] for m, _ in found)
-    assert held_there == pytest.approx(host["states"] + host["pinned"], rel=0.03)
+    for row in ("states", "pinned"):
+        assert sum(m["peak"][row] for m, _ in found) == pytest.approx(host[row], rel=0.05), row

@@ -327,18 +327,18 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------- memory
 
     def _held_bytes(self) -> dict[str, int]:
-        """Return bytes by ledger row; what an offload holds on the host counts as `states`, not on the card."""
+        """Return bytes by ledger row; what an offload holds on the host counts as `states` and `pinned`, as in a plan."""
         rows = self.fragments.held()
         if self._strategy.zero == 3:
             rows["weights"] = [p.ds_tensor.data for p in self._names]
             rows["buffers"] += [p.data for p in self._names]  # whole ones: being used, or too small to be cut
         else:
             rows["weights"] = [p.data for p in self._names]
-        states = set()
+        elsewhere = {}
         if self._strategy.offload_optimizer != "none":
-            states |= {"master", "optimizer", "gradients"}
+            elsewhere |= {"master": "states", "optimizer": "states", "gradients": "pinned"}
         if self._strategy.offload_weights != "none":
-            states |= {"weights"}
+            elsewhere |= {"weights": "states"}
         if "weights" in self._strategy.on_nvme:
             files = next(iter(self._names)).nvme_swapper
             rows.setdefault("pinned", []).append(files.buffers)
@@ -349,7 +349,7 @@ class DeepSpeedEngine:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
                     counted.add(storage.data_ptr())
-                    place = "states" if row in states else row
+                    place = elsewhere.get(row, row)
                     result[place] = result.get(place, 0) + storage.nbytes()
         return result
 

@@ -127,7 +127,8 @@ class Replicated:
         weights = [p.detach() for p in self._parameters.values()]
         master = [p.value for p in self.parts] if self._has_master else []
         if self.on_host:
-            return {"weights": weights, "master": [], "gradients": [self._flat], "states": [*master, self._host_gradients]}
+            there = {"states": master, "pinned": [self._host_gradients]}
+            return {"weights": weights, "master": [], "gradients": [self._flat], **there}
         return {"weights": weights, "master": master, "gradients": [self._flat]}
 
 

@@ -102,6 +102,8 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
     on_host = "optimizer" in job.offload
     weights = 0 if "weights" in job.offload else job.weight_bytes * (part if job.zero == 3 else whole)
     gradients = job.gradient_bytes * (part if job.zero >= 2 else whole)
+    # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
+    own = job.weight_bytes * whole if job.zero == 1 and job.master_bytes else 0
     if job.zero == 0:  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
         rows = {"weights": weights, "master": job.master_bytes * whole, "gradients": job.weight_bytes * whole,
                 "optimizer": job.state_bytes * whole}  # fmt: skip
@@ -109,10 +111,11 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
     rows = {
         "weights": weights,
         "master": 0 if on_host else 4 * part,
-        "gradients": 0 if on_host else gradients,
+        "gradients": 0 if on_host else gradients + own,
         "optimizer": 0 if on_host else job.state_bytes * part,
     }
-    between = dict(rows) if job.zero != 2 else {**rows, "gradients": 0}  # stage 2 lets go of its own after the update
+    # Stage 2 lets go of its gradients after the update.
+    between = {**rows, "gradients": 0 if on_host or job.zero == 2 else gradients}
     return {"between_steps": between, "peak": rows}
 
 

@@ -244,7 +244,8 @@ def _with_zero(strategy: Strategy, zero: int) -> Strategy:
 
 def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
     """Yield every strategy of today's engines that the section leaves open."""
-    if ranks == 1:
+    deepspeed = section.engine == "deepspeed"
+    if ranks == 1 and not deepspeed:  # DeepSpeed's offload needs a stage on one rank too
         zeros = [0]
     else:
         zeros = [0, 1, 2, 3] if section.zero == "auto" else [section.zero]
@@ -255,6 +256,8 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
         reduces: list[Any] = {2: ["every_micro_batch"], 3: ["every_micro_batch", "once_per_step"]}.get(
             zero, ["once_per_step"]
         )
+        if deepspeed:  # its stages 2 and 3 know one way
+            reduces = reduces[:1]
         if section.reduce_gradients != "auto":
             reduces = [section.reduce_gradients]
         for reduce in reduces:

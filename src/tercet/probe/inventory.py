@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tercet.engine import async_io
 from tercet.spec.machine import detect_gpus
 from tercet.units import show_bytes
 
@@ -47,8 +48,9 @@ def inventory(folder: Path) -> dict[str, Any]:
         "cuda_home": os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"),
         "nvcc": _version_line(["nvcc", "--version"], "release"),
         "compiler": _version_line([os.environ.get("CXX") or "g++", "--version"], ""),
-        "ninja": _version_line(["ninja", "--version"], ""),
-        "libaio": _has_header("libaio.h"),
+        "ninja": _version_line([async_io.tools()["ninja"] or "ninja", "--version"], ""),
+        "libaio": async_io.tools()["libaio"] is not None,
+        "async_io_built": _version("deepspeed") is not None and async_io.is_built(),
     }
 
 
@@ -82,10 +84,6 @@ def _version_line(command: list[str], word: str) -> str | None:
     return next((line.strip() for line in (text or "").splitlines() if word in line), None)
 
 
-def _has_header(name: str) -> bool:
-    return any(Path(base, name).exists() for base in ("/usr/include", "/usr/local/include"))
-
-
 def build_tools(found: dict[str, Any]) -> list[Finding]:
     """Say whether native extensions (CPU Adam, asynchronous file access) can be built here; else why not (E11)."""
     missing = []
@@ -100,10 +98,16 @@ def build_tools(found: dict[str, Any]) -> list[Finding]:
         return [
             Finding(
                 "note", f"native extensions cannot be built: {'; '.join(missing)}",
-                "Not needed: the optimizer on the host falls back to PyTorch's own fused AdamW.",
+                "Only offload to nvme needs them: the optimizer on the host falls back to PyTorch's own fused AdamW.",
             )
         ]  # fmt: skip
-    result = [Finding("ok", f"native extensions can be built: {found['compiler']}, ninja {found['ninja']}")]
+    files = "built" if found["async_io_built"] else "built by the first run that needs it"
+    result = [
+        Finding(
+            "ok",
+            f"native extensions can be built: {found['compiler']}, ninja {found['ninja']} (files on NVMe: {files})",
+        )
+    ]
     if not found["libaio"]:
         result.append(
             Finding(

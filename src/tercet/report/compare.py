@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 MEMORY_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+# Offloaded state and its buffers: host memory, which is the rank's own where there is no card.
+HOST_ROWS = ("states", "pinned")
 MOMENTS = {"between_steps": "between steps", "peak": "at the peak"}
 # What a process holds at most is read where it lives: a card's allocator knows its tensors, not the context
 # and the gaps that `reserve` stands for; resident host memory is everything.
@@ -75,7 +77,8 @@ def _peak(predicted: dict[str, float], peak: float, device: str) -> Row:
     what, with_reserve = PEAKS.get(device, ("largest at the peak", None))
     whole = None
     if with_reserve is not None and all(row in predicted for row in MEMORY_ROWS):
-        whole = sum(v for row, v in predicted.items() if with_reserve or row != "reserve")
+        elsewhere = () if with_reserve else ("reserve", *HOST_ROWS)
+        whole = sum(v for row, v in predicted.items() if row not in elsewhere)
     return _row("at the peak", what, "bytes", whole, peak)
 
 
@@ -87,10 +90,16 @@ def device_of(plan: dict[str, Any], summary: dict[str, Any]) -> str:
 
 
 def predicted_rows(plan: dict[str, Any], moment: str) -> dict[str, float]:
-    """Return the plan's {ledger row: bytes} of the fullest rank at a moment; empty when it has none."""
+    """Return the plan's {ledger row: bytes} of the fullest rank at a moment; empty when it has none.
+
+    The plan's host rows are the whole machine's: a rank's share of what is offloaded stands beside its own rows.
+    """
     rows = _largest(_get(plan, "moments", moment))
     if not rows and moment == "peak":  # `ledger` alone is what must fit, which is the peak
         rows = _largest(plan.get("ledger"))
+    host, ranks = _numbers(plan.get("host")), number(_get(plan, "strategy", "ranks"))
+    if rows and ranks and plan.get("offload"):
+        rows |= {row: host[row] / ranks for row in HOST_ROWS if row in host}
     return rows
 
 
