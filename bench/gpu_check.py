@@ -36,6 +36,8 @@ RECIPE: dict[str, Any] = {
     "optim": {"lr": "5e-4", "schedule": "constant"},
 }  # fmt: skip
 
+REHEARSED = {"width": "256", "heads": "4", "kv_heads": "4", "ffn": "704", "context_tokens": "128"}  # minutes on a CPU
+
 
 def run(folder: Path, name: str, ranks: int, *keys: str, cpu: bool = False) -> dict[str, Any]:
     """Return {"losses", "summary", "plan"} of one run, or {"error"}."""
@@ -129,6 +131,7 @@ def page(found: dict[str, dict[str, Any]], about: dict[str, str], seconds: float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="run the parts on three CPU processes")
+    parser.add_argument("--only", default="", help="parts whose name has this word, such as deepspeed")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
     cards = detect_gpus()
@@ -139,11 +142,12 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "check.yaml").write_text(json.dumps(RECIPE))
+        recipe = RECIPE if cards else RECIPE | {"model": RECIPE["model"] | REHEARSED, "data": RECIPE["data"] | {"sequence_tokens": "128"}}
+        (folder / "check.yaml").write_text(json.dumps(recipe))
         references = {p: run(folder, f"cpu-{p}", 1, "strategy=single", f"train.precision={p}", cpu=True) for p in ("bf16", "fp32")}
         if failed := [r["error"] for r in references.values() if "error" in r]:
             sys.exit(f"the CPU reference failed: {failed[0]}")
-        every = parts(len(cards) or 3) + deepspeed_parts(len(cards) or 3, bool(cards))
+        every = [p for p in parts(len(cards) or 3) + deepspeed_parts(len(cards) or 3, bool(cards)) if options.only in p[0]]
         for number, (what, ranks, keys) in enumerate(every):
             if time.monotonic() - begin > LIMIT_SECONDS:
                 print(f"out of time; left out: {what} and what follows")

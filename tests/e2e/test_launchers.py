@@ -129,5 +129,11 @@ def test_how_a_run_was_started():
     assert launcher_name({"TORCHELASTIC_RUN_ID": "x"}) == "torchrun"
     assert launcher_name({"TORCHELASTIC_RUN_ID": "x", "ACCELERATE_MIXED_PRECISION": "no"}) == "accelerate launch"
     assert launcher_name({"CROSS_RANK": "0"}) == "deepspeed"
-    text = how_started(["cuda:0", "cuda:1"], ["a", "a"], {})
+    text = how_started(launcher_name({}), ["cuda:0", "cuda:1"], ["a", "a"])
     assert text == "started by a launcher: 2 ranks, 0: cuda:0, 1: cuda:1"
+    assert how_started("torchrun", ["cpu"], ["a"]) == "started by torchrun: 1 rank, on the cpu"
+
+
+def test_tercet_train_says_who_started_what(finished):
+    cli, _ = finished
+    assert "started by tercet train: 3 ranks, each on the cpu" in (cli.folder / "errors.txt").read_text()

@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.deepspeed_tiny import needs_deepspeed
 
 from tercet.engine import async_io
 from tercet.engine.async_io import ensure_built, is_built, require_direct_files, why_not_here
 from tercet.errors import InputError
-from tests.deepspeed_tiny import needs_deepspeed
 
 
 @pytest.fixture

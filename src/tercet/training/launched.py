@@ -13,7 +13,7 @@ from tercet.parallel.world import World, launch_variables, open_world
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy
-from tercet.training.launcher import asked_by_launcher, contradictions, how_started
+from tercet.training.launcher import asked_by_launcher, contradictions, how_started, launcher_name
 from tercet.training.lock import RunLock
 from tercet.training.rank import die_with_parent, run_as_rank
 from tercet.training.stop import Stop
@@ -34,7 +34,7 @@ def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str 
     lock = None
     places = world.gather((str(world.device), socket.gethostname()))
     if world.rank == 0:
-        print(how_started([d for d, _ in places], [h for _, h in places]), flush=True)
+        print(how_started(launcher_name(), [d for d, _ in places], [h for _, h in places]), flush=True)
         try:
             run, lock = _set_up(recipe, world, overrides, output, resume)
             outcome = (run.path, None)

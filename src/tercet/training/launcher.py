@@ -7,7 +7,7 @@ deepspeed/launcher/launch.py (CROSS_RANK).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tercet.spec.strategy import Strategy
 
@@ -22,14 +22,14 @@ def launcher_name(environment: Mapping[str, str] = os.environ) -> str:
     return "a launcher"
 
 
-def how_started(devices: list[str], hosts: list[str], environment: Mapping[str, str] = os.environ) -> str:
+def how_started(launcher: str, devices: Sequence[str], hosts: Sequence[str]) -> str:
     """Return one line for the console: launcher, ranks and where each of them computes."""
     places = list(dict.fromkeys(devices))
-    where = f"each on the {places[0]}" if len(places) == 1 else ", ".join(f"{n}: {d}" for n, d in enumerate(devices))
+    where = f"{'each ' if len(devices) > 1 else ''}on the {places[0]}" if len(places) == 1 else ", ".join(f"{n}: {d}" for n, d in enumerate(devices))
     machines = sorted(set(hosts))
     if len(machines) > 1:
         where += f"; machines {', '.join(machines)}"
-    return f"started by {launcher_name(environment)}: {len(devices)} rank{'s' if len(devices) > 1 else ''}, {where}"
+    return f"started by {launcher}: {len(devices)} rank{'s' if len(devices) > 1 else ''}, {where}"
 
 
 def asked_by_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tercet.errors import InterruptedRun, TercetError
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder
+from tercet.training.launcher import how_started
 from tercet.training.stop import Stop
 
 if TYPE_CHECKING:
@@ -109,11 +111,18 @@ def write_error(path: Path, content: dict[str, Any]) -> None:
 
 
 def run_as_rank(
-    recipe: Recipe, run: RunFolder, number: int, stop: Stop, join: Callable[[], World], watched: str | None = None
+    recipe: Recipe,
+    run: RunFolder,
+    number: int,
+    stop: Stop,
+    join: Callable[[], World],
+    watched: str | None = None,
+    started_by: str | None = None,
 ) -> int:
     """Run this process's rank to its end and return the exit code; errors are reported, not raised.
 
     `watched`: FIRST:COUNT, steps whose share of communication goes into the run folder (tercet bench).
+    `started_by`: whom to name as having started the ranks; None when that was told before.
     """
     me = Rank(run, number)
     at = me.at
@@ -132,7 +141,12 @@ def run_as_rank(
         from tercet.training.run import run_rank
 
         world = join()
-        run_rank(recipe, run, world, stop, safe_console(me.console_file) if number == 0 else None, at)
+        console = safe_console(me.console_file) if number == 0 else None
+        if started_by is not None:
+            devices, hosts = zip(*world.gather((str(world.device), socket.gethostname())), strict=True)
+            if console is not None:
+                console.print(how_started(started_by, devices, hosts), markup=False, highlight=False, soft_wrap=True)
+        run_rank(recipe, run, world, stop, console, at)
         if watched is not None:
             from tercet.training.record import write_json
 
@@ -156,7 +170,7 @@ def main() -> None:
 
         return open_world(recipe.train.collective_timeout_seconds, sys.argv[2])
 
-    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[3:])
+    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[3:], started_by="tercet train")
     # Not sys.exit: after a broken collective, library threads may never join.
     sys.stdout.flush()
     os._exit(code)
