@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 SIZES = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 704, "vocabulary": 4096, "context_tokens": 256}
-TOKENS, ROWS, STEPS = 256, 12, 4
+TOKENS, ROWS, STEPS = 256, 12, 6
 
 
 def batches_of(world: Any, step: int, micro: int) -> list[Any]:

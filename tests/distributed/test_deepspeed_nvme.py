@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tercet.engine import deepspeed_config
 from tercet.engine.async_io import ensure_built, is_built, why_not_here
 from tercet.parallel.world import World
 from tercet.planner.counts import Counts
@@ -30,8 +29,10 @@ def _library():
 
 
 def model():
-    """Large enough for DeepSpeed to put parts into files: it keeps what is below 1 MB in memory."""
-    return tiny_model(width=512, ffn=1024)
+    """Large enough for DeepSpeed to put parts into files (below 1 MB it keeps them in memory); embedding and head have
+    sizes that three ranks share unevenly, so that nothing begins at a round number of bytes.
+    """
+    return tiny_model(width=512, ffn=1024, vocabulary=4099)
 
 
 def steps(world: World, engine, first: int, last: int):
@@ -40,7 +41,6 @@ def steps(world: World, engine, first: int, last: int):
 
 
 def open_it(world: World, name: str, precision: str, swap: Path):
-    deepspeed_config.NVME_GROUP = 500_000  # several groups
     return engine_of(world, layout(name, world.size, ROWS), ROWS, precision, model(), swap)
 
 
@@ -89,8 +89,8 @@ def test_a_bad_step_changes_nothing_in_the_files(pools, tmp_path):
         assert all(torch.isfinite(torch.tensor(good)))
 
 
-CASES = [(3, "zero3-nvme", "bf16"), (2, "zero3-nvme-both", "fp32"), (2, "zero3-nvme-weights", "fp32"),
-         (1, "zero3-nvme-both", "bf16")]  # fmt: skip
+CASES = [(3, "zero3-nvme-both", "bf16"), (3, "zero3-nvme", "fp32"), (2, "zero3-nvme-both", "fp32"),
+         (2, "zero3-nvme-weights", "fp32"), (1, "zero3-nvme-both", "bf16")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "name", "precision"), CASES)

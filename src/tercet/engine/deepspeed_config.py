@@ -14,8 +14,6 @@ from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
 LARGEST_BUCKET = 200_000_000  # elements; DeepSpeed's own 5e8 takes 2 GB of a 24 GB card for each fp32 bucket
-# Elements updated at once where the optimizer's files are read and written: DeepSpeed holds four fp32 buffers of it.
-NVME_GROUP = 50_000_000
 # Whole weights that a rank reads from files at once: one module's, and what lies between two.
 NVME_WEIGHT_BUFFERS = 8
 NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
@@ -108,7 +106,9 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
     }
     if "optimizer" in strategy.on_nvme:
         section["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
-        section["sub_group_size"] = max(1, min(model.parameters, NVME_GROUP))
+        # Each weight a group of its own: DeepSpeed 0.19 reads a gradient wrongly into a place within a group that is
+        # not a multiple of 512 bytes, as it is where three ranks share (tests/distributed/test_deepspeed_nvme.py).
+        section["sub_group_size"] = 1
     if strategy.offload_weights != "none":
         section["offload_param"] = offload(strategy.offload_weights, on_card, swap)
     if "weights" in strategy.on_nvme:

@@ -18,8 +18,7 @@ CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logi
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
 DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
-NVME_GROUP = 50_000_000  # twin in engine/deepspeed_config.py, as is the next
-NVME_WEIGHT_BUFFERS = 8
+NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed_config.py
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
@@ -345,14 +344,13 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
 def nvme_buffers(counts: Counts, job: Job) -> float:
     """Return one rank's host memory that files are read into and written from (DeepSpeed's swap_tensor package).
 
-    Four fp32 buffers of the largest group for the optimizer; for weights, buffers of the largest one's part, and the
-    weights of one group, whole, on their way back.
+    Four fp32 buffers of the largest weight's part for the optimizer; for weights, some of the same size, and one weight
+    whole on its way back.
     """
     part = -(-counts.largest_tensor // job.shards)
-    group = max(part, min(NVME_GROUP, -(-counts.parameters // job.shards)))
-    found = 4.0 * 4 * group if "optimizer" in job.nvme else 0.0
+    found = 4.0 * 4 * part if "optimizer" in job.nvme else 0.0
     if "weights" in job.nvme:
-        found += job.weight_bytes * (NVME_WEIGHT_BUFFERS * part + min(group * job.shards, counts.parameters))
+        found += job.weight_bytes * (NVME_WEIGHT_BUFFERS * part + counts.largest_tensor)
     return found
 
 
