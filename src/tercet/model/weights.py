@@ -142,7 +142,8 @@ def save_folder(
     """Write a folder that transformers' from_pretrained loads. Holds at most one shard in memory.
 
     tensors: (name in memory, tensor) of every parameter of `spec` and every stored buffer, in any order; names
-    that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing.
+    that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing or
+    has another shape than described.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(spec, TransformersModel):
@@ -177,6 +178,10 @@ def _as_stored(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.
             continue
         missing.discard(name)
         tensor = described[name]
+        if tuple(value.shape) != tuple(tensor.shape):  # a sharded parameter that nobody gathered is empty
+            raise InputError(
+                f"cannot save the model: {name} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}"
+            )
         value = value.detach().to("cpu", torch.float32 if tensor.kind == "balance" else dtype)
         for part in parts(tensor):
             piece = value if part.expert is None else value[part.expert]

@@ -308,6 +308,10 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Co
         moved += 2 * job.accumulation * size * inside / (job.shards if job.zero == 3 else 1)
     trained = job.trained_parameters(counts)
     own = trained / (job.shards if job.zero else 1)
+    if job.host_shards:  # shards come, in the masters' format, to be gathered; gradients go as they are reduced
+        gathers = 2 * job.accumulation if job.zero == 3 else 1
+        reductions = job.accumulation if job.reduce_every_micro_batch else 1
+        return (gathers * (job.master_bytes or job.weight_bytes) + reductions * job.gradient_bytes) * own / speed.host
     if "gradients" in job.offload:
         moved += job.accumulation * job.gradient_bytes * own
     if "optimizer" in job.offload:

@@ -58,6 +58,7 @@ class Job:
     pipeline: int = 1
     tensor: int = 1
     deepspeed: bool = False  # its flat shards and buckets: rows are estimates then
+    host_shards: bool = False  # FSDP2's offload: fp32 shards live on the host and are gathered from there
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
     idle_share: float = 0.0  # places of the last micro-batches that hold no row
 
@@ -112,7 +113,8 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
     deepspeed = strategy.engine == "deepspeed"
     if deepspeed and "optimizer" in offload:
         offload.add("gradients")  # its ZeRO moves each reduced gradient to the host at once
-    if strategy.engine == "native" and strategy.zero and strategy.ranks > 1 and offload & {"optimizer", "weights"}:
+    host_shards = not deepspeed and bool(strategy.zero) and strategy.ranks > 1 and bool(offload & {"optimizer", "weights"})
+    if host_shards:
         # FSDP2 holds the shards once, with their gradients and the optimizer: there is no second copy of the weights.
         offload = offload - {"weights"} | {"optimizer", "gradients"}
     accumulation = strategy.accumulation(work.batch_sequences)
@@ -133,6 +135,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         kernels="compiled" if strategy.compile else "native" if ours else "eager",
         loss="fused" if ours else "full",
         deepspeed=deepspeed,
+        host_shards=host_shards,
         offload=frozenset(offload),
         nvme=strategy.on_nvme,
         reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,

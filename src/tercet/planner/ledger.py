@@ -328,6 +328,8 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload - job.nvme else 0) + residuals
     if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
         pinned += 4 * trained * (job.shards if job.zero == 0 else 1)
+    if job.host_shards and not machine_is_cpu:  # masters and gradients are pinned, tensor by tensor
+        pinned += 0.5 * (max(job.master_bytes, job.weight_bytes) + job.gradient_bytes) * trained
     if job.nvme:
         pinned += nvme_buffers(counts, job) * job.ranks
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank

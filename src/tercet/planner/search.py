@@ -118,14 +118,15 @@ class Search:
     def run(self, section: StrategySection, ranks: int, deepspeed: bool = False) -> Found:
         """Return all groups of strategies that the section leaves open on `ranks` workers.
 
-        `deepspeed`: also try its offload to the host, where the section names no engine and the machine has cards.
+        Offload to the host is tried too where the machine has cards and the section leaves it open; with DeepSpeed's
+        engine if `deepspeed`.
         """
         best: dict[tuple[Any, ...], Candidate] = {}
         too_large: dict[tuple[Any, ...], Candidate] = {}
         illegal: dict[str, Refusal] = {}
         every = strategies(section, ranks, self.work)
-        if deepspeed and self.machine.card is not None and not OPEN_FOR_OFFLOAD & section.model_fields_set:
-            every = chain(every, offloaded(section, ranks, self.work))
+        if self.machine.card is not None and not OPEN_FOR_OFFLOAD & section.model_fields_set:
+            every = chain(every, offloaded(section, ranks, self.work, deepspeed))
         for strategy in every:
             why = refusals(self.counts.model, strategy, self.work, self.machine)
             if why:
@@ -286,17 +287,20 @@ OPEN_FOR_OFFLOAD = {
 }
 
 
-def offloaded(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
-    """Yield DeepSpeed's strategies with the optimizer, or the weights too, in host memory: what native has not."""
+def offloaded(section: StrategySection, ranks: int, work: Work, deepspeed: bool) -> Iterator[Strategy]:
+    """Yield the strategies with the optimizer, or the weights too, in host memory. Native's hold both or neither."""
     zeros = [2, 3] if section.zero == "auto" else [z for z in (section.zero,) if z in (2, 3)]
     recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
-    for zero, weights in ((z, w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]):
+    kinds = [("deepspeed", z, w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]] if deepspeed else []
+    kinds += [("native", z, "none") for z in (zeros if ranks > 1 else [0])]
+    for engine, zero, weights in kinds:
         for recompute in recomputes:
             for micro in micros:
                 yield Strategy(
-                    engine="deepspeed", zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
-                    reduce_gradients="every_micro_batch", offload_optimizer="cpu", offload_weights=weights,
+                    engine=engine, zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
+                    reduce_gradients="every_micro_batch" if zero else "once_per_step", offload_optimizer="cpu",
+                    offload_weights=weights,
                 )  # fmt: skip
 
 
