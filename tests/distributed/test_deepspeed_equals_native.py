@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tercet.engine import deepspeed_config
 from tercet.parallel.world import World
 from tests.deepspeed_tiny import LAYOUTS, engine_of, layout, needs_deepspeed
 from tests.ranks import Ranks
@@ -94,6 +95,30 @@ def test_same_as_one_native_process(pools, alone, size, name, precision, options
         for key, tensor in weights.items():
             torch.testing.assert_close(got_weights[key], tensor, rtol=1e-4, atol=1e-6 if fp32 else 5e-3)
     assert len({str(f[0]) for f in found}) == 1, "ranks disagree about loss or norm"
+
+
+def small_buckets(world: World, name: str, precision: str):
+    before, deepspeed_config.LARGEST_BUCKET = deepspeed_config.LARGEST_BUCKET, 1000
+    try:
+        return deepspeed(world, name, precision, {}, False, False, {})
+    finally:
+        deepspeed_config.LARGEST_BUCKET = before
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("zero2-cpu", "bf16"), ("zero3", "fp32"), *(pytest.param(n, p, marks=pytest.mark.slow) for n, p in
+     [("zero1", "bf16"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero2", "bf16"), ("zero3-cpu", "bf16")])],
+)  # fmt: skip
+def test_tensors_larger_than_a_bucket(pools, alone, name, precision):
+    """Embedding and head of a large vocabulary are: here embedding, head and feed-forward."""
+    results, after, weights, _, _ = alone(precision, {}, False, False)
+    fp32 = precision == "fp32"
+    for got, got_after, got_weights, _, _ in pools[3].run(small_buckets, name, precision):
+        assert [r[0] for r in got] == pytest.approx([r[0] for r in results], rel=1e-6 if fp32 else 1e-3)
+        assert got_after == pytest.approx(after, rel=1e-6 if fp32 else 1e-3)
+        for key, tensor in weights.items():
+            torch.testing.assert_close(got_weights[key], tensor, rtol=1e-4, atol=1e-6 if fp32 else 5e-3)
 
 
 def one(world: World):

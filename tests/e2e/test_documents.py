@@ -10,7 +10,7 @@ import torch
 from tests.deepspeed_tiny import needs_deepspeed
 
 pytestmark = needs_deepspeed
-RECIPES = {"three-4090-llama-1.2b-zero3": (3, 1), "three-4090-deepseek-7b-zero2-offload": (2, 4)}
+RECIPES = {"three-4090-llama-1.2b-zero3": (3, 1), "three-4090-deepseek-7b-zero2-offload": (2, 1)}
 SMALL = (
     "model.layers=2", "model.width=64", "model.heads=4", "model.ffn=96", "model.vocabulary=300",
     "data.sequence_tokens=64", "optim.warmup_steps=2",

@@ -71,8 +71,14 @@ def test_zero2_with_the_optimizer_on_the_host(tmp_path):
     need = answer["asked"]
     assert need["host"]["states"] == 12 * 6_910_365_696  # fp32 master and two moments: 83 GB
     assert need["host"]["states"] + need["host"]["pinned"] >= 16 * 6_910_365_696  # 111 GB with fp32 gradients
-    assert need["ledger"]["optimizer"] == need["ledger"]["master"] == need["ledger"]["gradients"] == 0
-    assert 13.8e9 < need["recomputing"]["card_bytes"] < 25e9 < need["card_bytes"] * 1.01
+    assert need["ledger"]["optimizer"] == need["ledger"]["master"] == 0
+    # Four micro-batches are added up in fp32 on the card, in the rank's part: with them it does not fit.
+    assert need["ledger"]["gradients"] == 4 * 6_910_365_696 // 3
+    assert need["recomputing"]["card_bytes"] > 30e9
+    file.write_text(json.dumps(ZERO2_HOST | {"gradient_accumulation_steps": 1}))
+    at_once = plan_from_files("deepseek-llm-7b", [], str(file), None, {"gpus": "3x4090", "sequence": "512"})
+    assert at_once["means"]["micro_batch"] == 4 and at_once["asked"]["ledger"]["gradients"] == 0
+    assert 13.8e9 < at_once["asked"]["recomputing"]["card_bytes"] < 25e9
 
 
 @pytest.mark.parametrize(

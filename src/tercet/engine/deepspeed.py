@@ -336,16 +336,16 @@ class DeepSpeedEngine:
             rows["weights"] = [p.data for p in self._names]
         elsewhere = {}
         if self._strategy.offload_optimizer != "none":
-            elsewhere |= {"master": "states", "optimizer": "states", "gradients": "pinned"}
+            elsewhere |= {"master": "states", "optimizer": "states"}
         if self._strategy.offload_weights != "none":
             elsewhere |= {"weights": "states"}
         if "weights" in self._strategy.on_nvme:
             files = next(iter(self._names)).nvme_swapper
-            rows.setdefault("pinned", []).append(files.buffers)
+            rows["pinned"].append(files.buffers)
         counted: set[int] = set()
         result = dict.fromkeys(rows, 0)
         for row in ("pinned", "weights", "master", "optimizer", "gradients", "buffers"):
-            for tensor in rows.get(row, ()):
+            for tensor in rows[row]:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
                     counted.add(storage.data_ptr())

@@ -166,21 +166,28 @@ class Fragments:
         return whole
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return masters, moments, gradients, and the buckets that gradients are reduced in, held by this rank now."""
-        gradients: list[Tensor] = [t.grad for t in (*self.flats, *self._names) if t.grad is not None]
-        for name in (
-            "grad_partitions_flat_buffer", "fp32_groups_gradients_flat", "averaged_gradients", "accumulated_grads_in_cpu",
-        ):  # fmt: skip
-            gradients += _tensors(getattr(self._optimizer, name, None))
-        buckets = [
-            t for b in getattr(self._optimizer, "ipg_buckets", {}).values() for t in _tensors(getattr(b, "buffer", None))
-        ]
-        moments = [t for f in self.flats for t in self.base.state[f].values() if isinstance(t, Tensor)]
-        masters = [f.detach() for f in self.flats]
-        found = {"master": masters, "optimizer": moments, "gradients": gradients, "buffers": buckets}
+        """Return what this rank holds now, by ledger row: masters, moments, gradients, buffers; `pinned`: on the host."""
+        optimizer = self._optimizer
+
+        def named(*names: str) -> list[Tensor]:
+            return [t for name in names for t in _tensors(getattr(optimizer, name, None))]
+
+        # What the optimizer updates from lies beside it: on the host when that is offloaded.
+        beside = [t.grad for t in self.flats if t.grad is not None] + named("grad_partitions_flat_buffer")
+        gradients = named("fp32_groups_gradients_flat", "averaged_gradients")
+        gradients += [t.grad for t in self._names if t.grad is not None]
+        offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+        pinned = named("accumulated_grads_in_cpu", "temp_grad_buffer_for_cpu_offload", "param_buffer_of_bit16_for_cpu_offload_groups")
         if self._in_files:
-            found["pinned"] = list(self._optimizer.optimizer_swapper.swap_buffer_manager.all_buffers)
-        return found
+            pinned += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers
+        buckets = [t for b in getattr(optimizer, "ipg_buckets", {}).values() for t in _tensors(getattr(b, "buffer", None))]
+        return {
+            "master": [f.detach() for f in self.flats],
+            "optimizer": [t for f in self.flats for t in self.base.state[f].values() if isinstance(t, Tensor)],
+            "gradients": gradients + ([] if offloaded else beside),
+            "buffers": buckets + named("temp_grad_buffer_for_gpu_offload"),
+            "pinned": pinned + (beside if offloaded else []),
+        }
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -100,21 +100,26 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
     whole, part = counts.parameters, -(-counts.parameters // job.shards)
     on_host = "optimizer" in job.offload
     weights = 0 if "weights" in job.offload else job.weight_bytes * (part if job.zero == 3 else whole)
-    gradients = job.gradient_bytes * (part if job.zero >= 2 else whole)
+    parted = job.zero >= 2 or (not job.master_bytes and job.accumulation == 1)
+    gradients = job.gradient_bytes * (part if parted else whole)
     # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
     own = job.weight_bytes * whole if job.zero == 1 and job.master_bytes else 0
     if job.zero == 0:  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
         rows = {"weights": weights, "master": job.master_bytes * whole, "gradients": job.weight_bytes * whole,
                 "optimizer": job.state_bytes * whole}  # fmt: skip
         return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
+    # On the way to the host: stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed_config.py:
+    # summed_in); in fp32 they go at once, as they do under stage 3.
+    leaving = 4 * part if job.zero < 3 and job.master_bytes and job.accumulation > 1 else 0
     rows = {
         "weights": weights,
         "master": 0 if on_host else 4 * part,
-        "gradients": 0 if on_host else gradients + own,
+        "gradients": leaving if on_host else gradients + own,
         "optimizer": 0 if on_host else job.state_bytes * part,
     }
-    # Stage 2 lets go of its gradients after the update.
-    between = {**rows, "gradients": 0 if on_host or job.zero == 2 else gradients}
+    # Stages 1 and 2 let go of their gradients after the update, but for stage 1's bf16 optimizer.
+    kept = job.zero == 3 or (job.zero == 1 and job.master_bytes)
+    between = {**rows, "gradients": gradients if kept and not on_host else 0}
     return {"between_steps": between, "peak": rows}
 
 
@@ -268,9 +273,10 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
         buckets = 0.0 if job.flat_buffers else job.gradient_bytes * counts.parameters  # DDP's
         return buckets, 0.0, 0.0
     gathered = job.weight_bytes * (2 * largest + outside) if job.zero == 3 else 0.0
-    if job.deepspeed:  # two reduce buckets, at least as large as the largest tensor
-        bucket = max(counts.largest_tensor, min(DEEPSPEED_BUCKET, counts.parameters))
-        return gathered + 2 * job.gradient_bytes * bucket, 0.0, 0.0
+    if job.deepspeed:  # two reduce buckets; a larger tensor is reduced by itself, in the room that the loss has left
+        bucket = min(DEEPSPEED_BUCKET, counts.parameters)
+        passing = job.weight_bytes * counts.largest_tensor if job.zero < 3 and "optimizer" in job.offload else 0.0
+        return gathered + 2 * job.gradient_bytes * bucket + passing, 0.0, 0.0
     twice = job.weight_bytes + job.gradient_bytes
     return gathered, twice * largest, twice * outside
 
@@ -325,9 +331,16 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
         residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
-    pinned = 0.5 * (job.weight_bytes * trained if "weights" in job.offload - job.nvme else 0) + residuals
+    rounded = "weights" in job.offload - job.nvme and not machine_is_cpu
+    pinned = 0.5 * (job.weight_bytes * trained if rounded else 0) + residuals
     if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
         pinned += 4 * trained * (job.shards if job.zero == 0 else 1)
+    if job.deepspeed and "optimizer" in job.offload:
+        # Stage 3 adds gradients up there before it hands them to the optimizer; stages 1 and 2 cast the new weights.
+        twice = 4 if job.zero == 3 and "optimizer" not in job.nvme else 0 if job.zero == 3 else job.weight_bytes
+        pinned += twice * trained + (job.weight_bytes * counts.largest_tensor * job.ranks if job.zero < 3 else 0)
+        if job.zero < 3 and not job.master_bytes and job.accumulation > 1:  # in fp32 micro-batches are added up there
+            pinned += 4 * trained
     if job.host_shards and not machine_is_cpu:  # masters and gradients are pinned, tensor by tensor
         pinned += 0.5 * (max(job.master_bytes, job.weight_bytes) + job.gradient_bytes) * trained
     if job.nvme:
