@@ -43,7 +43,8 @@ def test_sigterm_to_one_rank_while_training(cli):
     resumes(cli, step)
 
 
-@pytest.mark.parametrize("phase", ["evaluation", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["evaluation", "save"])
 def test_sigint_to_the_parent_in_other_phases(cli, phase):
     # The rank marks that it is in the phase, then stays in it until the signal is there.
     where = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow
 def test_both_succeed(cli):
     common = ("train", "small.yaml", "--ranks", "2", "train.steps=5", "train.sample_prompts=[]")
     jobs = [cli.start(*common, "--output", name, f"train.seed={n}") for n, name in enumerate(("a", "b"))]

@@ -39,6 +39,7 @@ def test_rank_step_and_cause(cli, place):
     assert "the cause of it all" in (cli.folder / "run" / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_with_its_stack(cli):
     cli.inject("""
         import time

@@ -28,7 +28,7 @@ def held(world: World, name: str, precision: str, accumulation: int):
     return engine.memory(), ledger_for(model, strategy, work, world.rank), host
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "nvme" not in name])
 def test_measured_beside_estimated(pools, name, accumulation, precision):
