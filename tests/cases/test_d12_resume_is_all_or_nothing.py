@@ -61,7 +61,7 @@ def saved(pools, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(("size", "word"), [(1, "ddp"), *((n, w) for n in (2, 3) for w in STRATEGIES)])
 def test_same_ranks_bit_for_bit(pools, saved, size, word, precision):
     if precision == "bf16" and size == 2:

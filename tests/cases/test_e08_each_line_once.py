@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def test_lines(finished):
     cli, run = finished
@@ -18,6 +20,7 @@ def test_lines(finished):
         assert f"rank {rank}: process" in (cli.folder / run / "logs" / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_warning_of_rank_2_is_seen_with_its_rank(cli):
     cli.inject("""
         import logging

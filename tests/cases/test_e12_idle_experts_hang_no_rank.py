@@ -40,7 +40,7 @@ def train_forced(world, word, micro, deepspeed=False):
 
 
 @pytest.mark.parametrize("word", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equal_to_one_process(pools, size, word):
     losses, weights = pools[1].run(train_forced, "single", ROWS)[0]
     for got, got_weights in pools[size].run(train_forced, word, 1):

@@ -35,7 +35,7 @@ def resume(world: World, word: str, precision: str, keys: dict, folder):
     return losses, whole_weights(engine)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(
     ("word", "size", "keys"),
     [("single", 1, OPTIMIZER), ("ddp", 2, OPTIMIZER), ("zero2", 3, OPTIMIZER), ("zero3", 3, WEIGHTS)],

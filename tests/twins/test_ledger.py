@@ -25,7 +25,7 @@ def held(world: World, word: str, precision: str, rows: int, keys: dict, tied: b
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("word", STRATEGIES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_exact(pools, precision, size, word, accumulation):

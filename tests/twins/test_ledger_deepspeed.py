@@ -29,7 +29,7 @@ def held(world: World, name: str, precision: str, accumulation: int):
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "nvme" not in name])
 def test_measured_beside_estimated(pools, name, accumulation, precision):
     found = pools[3].run(held, name, precision, accumulation)
