@@ -36,7 +36,7 @@ def test_measured_beside_estimated(pools, name, accumulation, precision):
     largest = max(t.parameters for t in tiny_model(**SIZES).tensors())
     for measured, planned, _ in found:
         for moment in ("between_steps", "peak"):
-            for row in ("weights", "master", "gradients", "optimizer"):
+            for row in ("weights", "master", "gradients", "optimizer", "buffers"):
                 got, want = measured[moment].get(row, 0), planned[moment][row]
                 # In fp32 stages 1 and 2 hold a parameter whole that two ranks share.
                 shared = row == "gradients" and name in ("zero1", "zero2") and (precision, moment) == ("fp32", "peak")

@@ -83,6 +83,8 @@ class DeepSpeedEngine:
             self.module = self._build(ds, weights)
             self.engine = self._initialize(ds, optim)
         self._names = {p: name for name, p in self.module.named_parameters()}
+        if strategy.zero in (1, 2):  # their buckets exist only in backward, which comes to the first weight last
+            next(iter(self._names)).register_post_accumulate_grad_hook(lambda _: self._note_peak("buffers"))
         self.fragments = Fragments(self.engine, self._names, strategy.zero, world.rank, world.size)
         if self._compute != torch.float32:
             # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
@@ -344,7 +346,8 @@ class DeepSpeedEngine:
             rows["pinned"].append(files.buffers)
         counted: set[int] = set()
         result = dict.fromkeys(rows, 0)
-        for row in ("pinned", "weights", "master", "optimizer", "gradients", "buffers"):
+        # Buffers before gradients: in backward a gradient may be a view of a bucket.
+        for row in ("pinned", "weights", "master", "optimizer", "buffers", "gradients"):
             for tensor in rows[row]:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
@@ -353,9 +356,12 @@ class DeepSpeedEngine:
                     result[place] = result.get(place, 0) + storage.nbytes()
         return result
 
-    def _note_peak(self) -> None:
+    def _note_peak(self, *rows: str) -> None:
+        """Note what is held now, of these rows or of all."""
         if self.steps_done < 2:  # every step is alike
             for row, held in self._held_bytes().items():
+                if rows and row not in rows:
+                    continue
                 self._peak[row] = max(held, self._peak.get(row, 0))
 
     def memory(self) -> dict[str, dict[str, int]]:

@@ -14,6 +14,8 @@ from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
 LARGEST_BUCKET = 200_000_000  # elements; DeepSpeed's own 5e8 takes 2 GB of a 24 GB card for each fp32 bucket
+# Elements: under stage 3 a weight stays whole until so many others have been used (DeepSpeed's own default).
+LIVE = 1_000_000_000
 # Whole weights that a rank reads from files at once: one module's, and what lies between two.
 NVME_WEIGHT_BUFFERS = 8
 NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
@@ -112,8 +114,8 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
         # As many parameters as are worth fetching ahead: one layer. Norms and other small ones stay everywhere.
         "stage3_prefetch_bucket_size": layer,
         "stage3_param_persistence_threshold": 10 * model.width,
-        "stage3_max_live_parameters": max(2 * layer, 1_000_000_000),
-        "stage3_max_reuse_distance": max(2 * layer, 1_000_000_000),
+        "stage3_max_live_parameters": max(2 * layer, LIVE),
+        "stage3_max_reuse_distance": max(2 * layer, LIVE),
         "stage3_gather_16bit_weights_on_model_save": False,
         "sub_group_size": max(1, min(model.parameters, 1_000_000_000)),
     }

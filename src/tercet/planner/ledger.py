@@ -2,7 +2,8 @@
 
 Rows on the card: weights, master, gradients, optimizer, activations, logits, buffers, reserve. On the host:
 states, pinned, inputs, loading. On disk: checkpoint, export, swap (what is kept on nvme). The first four are exact for the native engine
-(tests/twins hold them to engine.memory()); the others are estimates, and logits and buffers upper bounds.
+(tests/twins hold them to engine.memory()); the others are estimates, and logits and buffers upper bounds. Under
+DeepSpeed buffers are what its engine holds (same tests), within rounding; activations are an upper bound there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logi
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
 DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
+DEEPSPEED_LIVE = 1_000_000_000  # elements; twin of LIVE in engine/deepspeed_config.py
+DEEPSPEED_REDUCED = 500_000_000  # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's runtime/engine.py
 NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed_config.py
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
@@ -39,9 +42,9 @@ def ledger_for(
 
 def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, Rows]:
     held = states(counts, job, rank)
-    peak = dict(held["peak"])
-    peak.update(working(counts, job, constants))
-    between = {**held["between_steps"], "activations": 0, "logits": 0, "buffers": 0}
+    peak = {**held["peak"], **working(counts, job, constants, on_gpu)}
+    standing = deepspeed_buffers(counts, job, on_gpu)[0] if job.deepspeed else 0.0
+    between = {**held["between_steps"], "activations": 0, "logits": 0, "buffers": standing}
     for rows in (between, peak):
         rows["reserve"] = reserve(rows, job, constants, on_gpu)
     return {
@@ -164,7 +167,7 @@ def layer_ends(counts: Counts, job: Job) -> float:
 # ------------------------------------------------------------------------------------------------ what work needs
 
 
-def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
+def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True) -> dict[str, float]:
     """Return activations, logits and buffers at their highest: when backward begins."""
     scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
     kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
@@ -177,6 +180,12 @@ def working(counts: Counts, job: Job, constants: Constants) -> dict[str, float]:
     ends = layer_ends(counts, job)
     logits = logit_bytes(counts, job, constants)
     one = max(_one_layer(counts, k, job) for k in counts.kinds) * job.tokens * scale / job.tensor
+    if job.deepspeed:
+        # What it holds is one row. What a layer's backward needs beyond the logits' room, and the copies that a
+        # reduction makes and frees, count with what else the step itself makes and frees.
+        standing, passing, freed = deepspeed_buffers(counts, job, on_gpu)
+        kept += max(one - logits, 0.0) + freed
+        return {"activations": kept + ends, "logits": logits, "buffers": standing + passing}
     gathered, leaving, last = gather_buffers(counts, job)
     # Three moments: the loss is made; a layer runs backward, and uses the room that the logits have left; the
     # tensors outside the layers are reduced when the activations are gone.
@@ -260,6 +269,8 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
     A gradient exists twice on its way into shards: as backward makes it and in the reduction's format. The last
     group to leave is what lies outside the layers: embedding, final norm, head.
     """
+    if job.deepspeed:
+        return deepspeed_buffers(counts, job, True)[1], 0.0, 0.0
     if job.shards == 1:
         if "weights" in job.offload:  # two layers come and go
             return job.weight_bytes * (2 * counts.largest_layer + counts.head_parameters), 0.0, 0.0
@@ -273,12 +284,31 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
         buckets = 0.0 if job.flat_buffers else job.gradient_bytes * counts.parameters  # DDP's
         return buckets, 0.0, 0.0
     gathered = job.weight_bytes * (2 * largest + outside) if job.zero == 3 else 0.0
-    if job.deepspeed:  # two reduce buckets; a larger tensor is reduced by itself, in the room that the loss has left
-        bucket = min(DEEPSPEED_BUCKET, counts.parameters)
-        passing = job.weight_bytes * counts.largest_tensor if job.zero < 3 and "optimizer" in job.offload else 0.0
-        return gathered + 2 * job.gradient_bytes * bucket + passing, 0.0, 0.0
     twice = job.weight_bytes + job.gradient_bytes
     return gathered, twice * largest, twice * outside
+
+
+def deepspeed_buffers(counts: Counts, job: Job, on_gpu: bool) -> tuple[float, float, float]:
+    """Return bytes of DeepSpeed's buffers: (held between steps too, held during a step, made and freed by a reduction).
+
+    Gradients are laid end to end in a bucket and reduced in fp32 when it is full (its stage_1_and_2.py and stage3.py).
+    """
+    if job.zero == 0:
+        return 0.0, 0.0, 0.0
+    bucket = min(DEEPSPEED_BUCKET, counts.parameters)
+    if job.zero == 3:
+        # The bucket stands; what it sends is put together anew. A weight is kept until so many others have been used.
+        near = 2 * counts.largest_layer + counts.outside_parameters
+        live = near if "weights" in job.nvme else max(2 * counts.largest_layer, DEEPSPEED_LIVE)
+        return 4.0 * bucket, job.weight_bytes * min(live, counts.parameters), 4.0 * bucket
+    if job.zero == 1 and job.master_bytes:  # its bf16 optimizer has no buckets: it sends up to so many fp32 sums at once
+        return 0.0, 0.0, 4.0 * min(DEEPSPEED_REDUCED, counts.parameters)
+    # A bucket is filled in the weights' format while another is sent; less than fp32 is sent as a copy in fp32, which
+    # comes back as one more.
+    count = 2 if on_gpu and job.ranks > 1 else 1
+    freed = 4 if job.weight_bytes == 4 else 4 + job.weight_bytes
+    leaving = job.weight_bytes * counts.largest_tensor if "optimizer" in job.offload else 0.0
+    return leaving, count * job.weight_bytes * bucket, freed * bucket
 
 
 def reserve(rows: dict[str, float], job: Job, constants: Constants, on_gpu: bool) -> float:
