@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tercet.engine import deepspeed_config
 from tercet.parallel.world import World
+from tercet.planner import ledger
 from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import host_rows, ledger_for
@@ -46,3 +48,34 @@ def test_measured_beside_estimated(pools, name, accumulation, precision):
     for row in ("states", "pinned"):
         there = sum(measured["peak"].get(row, 0) for measured, _, _ in found)
         assert there == pytest.approx(host[row], rel=0.03, abs=8 * largest if name == "zero2-cpu" else 200), row
+
+
+def test_both_sides_know_the_same_limits():
+    assert (ledger.DEEPSPEED_BUCKET, ledger.DEEPSPEED_LIVE) == (deepspeed_config.LARGEST_BUCKET, deepspeed_config.LIVE)
+    assert ledger.NVME_WEIGHT_BUFFERS == deepspeed_config.NVME_WEIGHT_BUFFERS
+
+
+def held_within(world: World, name: str, precision: str, bucket: int, live: int):
+    """As `held`, with limits that the tiny model exceeds, as a large one exceeds the real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed_config, "LARGEST_BUCKET", bucket)
+        patch.setattr(deepspeed_config, "LIVE", live)
+        patch.setattr(ledger, "DEEPSPEED_BUCKET", bucket)
+        patch.setattr(ledger, "DEEPSPEED_LIVE", live)
+        return held(world, name, precision, 2)
+
+
+@pytest.mark.parametrize("live", [120_000, 160_000])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("zero2", "bf16"), ("zero3", "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     [("zero1", "fp32"), ("zero2-cpu", "bf16"), ("zero3", "fp32"), ("zero3-weights", "bf16")])],
+)  # fmt: skip
+def test_buckets_and_gathered_weights_stop_at_their_limits(pools, name, precision, live):
+    model = tiny_model(**SIZES)
+    for measured, planned, _ in pools[3].run(held_within, name, precision, 40_000, live):
+        assert live < model.parameters
+        for moment in ("between_steps", "peak"):
+            got, want = measured[moment].get("buffers", 0), planned[moment]["buffers"]
+            assert got == pytest.approx(want, rel=0.05), moment
+        assert 0 < measured["peak"]["buffers"] < 8 * model.parameters

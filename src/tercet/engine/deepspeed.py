@@ -360,9 +360,8 @@ class DeepSpeedEngine:
         """Note what is held now, of these rows or of all."""
         if self.steps_done < 2:  # every step is alike
             for row, held in self._held_bytes().items():
-                if rows and row not in rows:
-                    continue
-                self._peak[row] = max(held, self._peak.get(row, 0))
+                if not rows or row in rows:
+                    self._peak[row] = max(held, self._peak.get(row, 0))
 
     def memory(self) -> dict[str, dict[str, int]]:
         return {"between_steps": self._held_bytes(), "peak": dict(self._peak)}

@@ -291,22 +291,21 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
 def deepspeed_buffers(counts: Counts, job: Job, on_gpu: bool) -> tuple[float, float, float]:
     """Return bytes of DeepSpeed's buffers: (held between steps too, held during a step, made and freed by a reduction).
 
-    Gradients are laid end to end in a bucket and reduced in fp32 when it is full (its stage_1_and_2.py and stage3.py).
+    Gradients are laid end to end in a bucket and reduced in fp32 when it is full (its stage_1_and_2.py and stage3.py);
+    stage 0 and stage 1's bf16 optimizer reduce them after backward (its engine.py, buffered_allreduce_fallback).
     """
-    if job.zero == 0:
-        return 0.0, 0.0, 0.0
     bucket = min(DEEPSPEED_BUCKET, counts.parameters)
     if job.zero == 3:
         # The bucket stands; what it sends is put together anew. A weight is kept until so many others have been used.
         near = 2 * counts.largest_layer + counts.outside_parameters
         live = near if "weights" in job.nvme else max(2 * counts.largest_layer, DEEPSPEED_LIVE)
         return 4.0 * bucket, job.weight_bytes * min(live, counts.parameters), 4.0 * bucket
-    if job.zero == 1 and job.master_bytes:  # its bf16 optimizer has no buckets: it sends up to so many fp32 sums at once
-        return 0.0, 0.0, 4.0 * min(DEEPSPEED_REDUCED, counts.parameters)
-    # A bucket is filled in the weights' format while another is sent; less than fp32 is sent as a copy in fp32, which
-    # comes back as one more.
-    count = 2 if on_gpu and job.ranks > 1 else 1
-    freed = 4 if job.weight_bytes == 4 else 4 + job.weight_bytes
+    # Sent is a flat copy in fp32; of gradients in fewer bits there is one in these besides.
+    fp32_sums = job.zero == 1 and bool(job.master_bytes)  # stage 1's bf16 optimizer
+    freed = 4.0 if fp32_sums or job.weight_bytes == 4 else 4.0 + job.weight_bytes
+    if fp32_sums or job.zero == 0:  # no buckets: up to so many gradients are sent at once
+        return 0.0, 0.0, freed * min(DEEPSPEED_REDUCED, counts.parameters)
+    count = 2 if on_gpu and job.ranks > 1 else 1  # one is filled while another is sent
     leaving = job.weight_bytes * counts.largest_tensor if "optimizer" in job.offload else 0.0
     return leaving, count * job.weight_bytes * bucket, freed * bucket
 
