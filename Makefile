@@ -30,6 +30,7 @@ test-slow: setup
 
 check: setup
 	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 

@@ -40,9 +40,9 @@ def by_hand(world: Any, zero: int, steps: int) -> tuple[float, float]:
     import torch
     from tests.tiny import tiny_model
 
-    from tercet.engine.deepspeed import _join, import_deepspeed
+    from tercet.engine.deepspeed.engine import _join, import_deepspeed
+    from tercet.model.build import make_buffers
     from tercet.model.decoder import Decoder, initial_tensor
-    from tercet.model.weights import make_buffers
 
     spec = tiny_model(**SIZES)
     engine = tercet_engine(world, zero)  # only to take over its JSON: the same buckets
@@ -59,7 +59,9 @@ def by_hand(world: Any, zero: int, steps: int) -> tuple[float, float]:
     if zero == 3:
         ds.zero.Init(module=model, config_dict_or_path=config, dtype=torch.bfloat16)
         ds.zero.register_external_parameter(model, model.lm_head.weight)
-    other, *_ = ds.initialize(model=model, model_parameters=list(model.parameters()), config=config, dist_init_required=False)
+    other, *_ = ds.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, dist_init_required=False
+    )
     dealt = [batches_of(world, step, ROWS // world.size) for step in range(steps)]
     begin = 0.0
     for step, batches in enumerate(dealt):
@@ -111,12 +113,14 @@ def peak(world: Any, zero: int, engine: str) -> dict[str, Any]:
     for step in range(2):
         one.step(batches_of(world, step, ROWS // world.size), 3e-4)
     held = one.memory()
-    return {"held": {m: sum(rows.values()) for m, rows in held.items()},
-            "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # fmt: skip
+    return {
+        "held": {m: sum(rows.values()) for m, rows in held.items()},
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def own_cpu_seconds(world: Any, zero: int) -> float:
-    """CPU seconds per step in functions of tercet/engine/deepspeed.py and what they call outside DeepSpeed and model."""
+    """CPU seconds per step in functions of tercet/engine/deepspeed/engine.py and what they call outside DeepSpeed and model."""
     one = tercet_engine(world, zero)
     one.step(batches_of(world, 0, ROWS // world.size), 3e-4)
     dealt = [batches_of(world, step, ROWS // world.size) for step in range(STEPS)]
@@ -139,8 +143,15 @@ def main() -> None:
     parser.add_argument("--stages", default="2,3")
     parser.add_argument("--json")
     options = parser.parse_args()
-    report: dict[str, Any] = {"ranks": options.ranks, "pairs": options.pairs, "machine": platform.platform(),
-                              "sizes": SIZES, "rows": ROWS, "tokens": TOKENS, "stages": {}}  # fmt: skip
+    report: dict[str, Any] = {
+        "ranks": options.ranks,
+        "pairs": options.pairs,
+        "machine": platform.platform(),
+        "sizes": SIZES,
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "stages": {},
+    }
     done = ROWS * TOKENS * (STEPS - 1)
     for zero in map(int, options.stages.split(",")):
         pool = Ranks(options.ranks)
@@ -170,9 +181,13 @@ def main() -> None:
             "memory": memory,
         }
         report["stages"][zero] = found
-        print(f"zero {zero}, {options.ranks} ranks: {json.dumps({k: v for k, v in found.items() if k != 'memory'}, indent=2)}")
+        print(
+            f"zero {zero}, {options.ranks} ranks: {json.dumps({k: v for k, v in found.items() if k != 'memory'}, indent=2)}"
+        )
         for engine, ranks in memory.items():
-            print(f"  {engine}: held at the peak {[r['held']['peak'] for r in ranks]}, resident {[r['resident'] for r in ranks]}")
+            print(
+                f"  {engine}: held at the peak {[r['held']['peak'] for r in ranks]}, resident {[r['resident'] for r in ranks]}"
+            )
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

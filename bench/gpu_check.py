@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tercet.engine.async_io import why_not_here
+from tercet.engine.deepspeed.async_io import why_not_here
 from tercet.report.compare import compare
 from tercet.spec.machine import detect_gpus
 from tercet.units import show_bytes
@@ -28,13 +28,24 @@ from tercet.units import show_bytes
 LIMIT_SECONDS = 540
 LOSS_BOUND = 0.02  # relative; bf16 keeps eight bits, and ten steps let differences grow
 RECIPE: dict[str, Any] = {
-    "model": {"layers": "4", "width": "512", "heads": "8", "kv_heads": "4", "ffn": "1408", "vocabulary": "4096",
-              "context_tokens": "512"},
-    "data": {"train": [{"path": "package:pydoc_data/topics.py", "format": "python"}], "sequence_tokens": "512",
-             "tokenizer": "train", "long_rows": "split"},
+    "model": {
+        "layers": "4",
+        "width": "512",
+        "heads": "8",
+        "kv_heads": "4",
+        "ffn": "1408",
+        "vocabulary": "4096",
+        "context_tokens": "512",
+    },
+    "data": {
+        "train": [{"path": "package:pydoc_data/topics.py", "format": "python"}],
+        "sequence_tokens": "512",
+        "tokenizer": "train",
+        "long_rows": "split",
+    },
     "train": {"batch_sequences": "24", "steps": "12", "precision": "bf16"},
     "optim": {"lr": "5e-4", "schedule": "constant"},
-}  # fmt: skip
+}
 
 REHEARSED = {"width": "256", "heads": "4", "kv_heads": "4", "ffn": "704", "context_tokens": "128"}  # minutes on a CPU
 
@@ -44,14 +55,26 @@ def run(folder: Path, name: str, ranks: int, *keys: str, cpu: bool = False) -> d
     environment = dict(os.environ)
     if cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "tercet", "train", str(folder / "check.yaml"), *keys, "--ranks", str(ranks),
-               "--output", str(folder / name)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tercet",
+        "train",
+        str(folder / "check.yaml"),
+        *keys,
+        "--ranks",
+        str(ranks),
+        "--output",
+        str(folder / name),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"error": done.stderr.strip()[-2000:]}
     events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
     return {
-        "losses": {str(row["step"]): row["loss"] for row in events if row["event"] == "step"},  # skipped steps have none
+        "losses": {
+            str(row["step"]): row["loss"] for row in events if row["event"] == "step"
+        },  # skipped steps have none
         "summary": json.loads((folder / name / "summary.json").read_text()),
         "plan": json.loads((folder / name / "plan.json").read_text()),
     }
@@ -81,7 +104,11 @@ def deepspeed_parts(ranks: int, on_cards: bool) -> list[tuple[str, int, tuple[st
     if on_cards:  # DeepSpeed has no fp16 on a CPU
         stages["zero2, fp16"] = ("strategy.zero=2", "train.precision=fp16")
     if not why_not_here():
-        stages["zero3, all in files"] = ("strategy.zero=3", "strategy.offload.optimizer=nvme", "strategy.offload.weights=nvme")
+        stages["zero3, all in files"] = (
+            "strategy.zero=3",
+            "strategy.offload.optimizer=nvme",
+            "strategy.offload.weights=nvme",
+        )
     return [(f"deepspeed {name}", ranks, ("strategy.engine=deepspeed", *keys)) for name, keys in stages.items()]
 
 
@@ -107,10 +134,20 @@ def versions(cards: list[dict[str, str]]) -> dict[str, str]:
 
 
 def page(found: dict[str, dict[str, Any]], about: dict[str, str], seconds: float) -> str:
-    lines = [f"# {about['cards']}", "", f"Written by `make gpu-check` in {seconds:.0f} s.", "", "| what | version |", "|---|---|"]
+    lines = [
+        f"# {about['cards']}",
+        "",
+        f"Written by `make gpu-check` in {seconds:.0f} s.",
+        "",
+        "| what | version |",
+        "|---|---|",
+    ]
     lines += [f"| {k} | {v} |" for k, v in about.items()]
-    lines += ["", "| strategy | ranks | last loss | furthest from one CPU process | tokens/s | planned | peak per rank |",
-              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "| strategy | ranks | last loss | furthest from one CPU process | tokens/s | planned | peak per rank |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, part in found.items():
         if "error" in part:
             lines.append(f"| {name} | {part.get('ranks', '')} | failed: {part['error'].splitlines()[-1]} | | | | |")
@@ -123,8 +160,17 @@ def page(found: dict[str, dict[str, Any]], about: dict[str, str], seconds: float
         )
     for name, part in found.items():
         if "error" not in part:
-            lines += ["", f"## {name}: predicted beside measured", "", "| what | predicted | measured |", "|---|---|---|"]
-            lines += [f"| {r['what']} ({r['group']}) | {r['predicted']} | {r['measured']} |" for r in compare(part["plan"], part["summary"])]
+            lines += [
+                "",
+                f"## {name}: predicted beside measured",
+                "",
+                "| what | predicted | measured |",
+                "|---|---|---|",
+            ]
+            lines += [
+                f"| {r['what']} ({r['group']}) | {r['predicted']} | {r['measured']} |"
+                for r in compare(part["plan"], part["summary"])
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -142,12 +188,20 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recipe = RECIPE if cards else RECIPE | {"model": RECIPE["model"] | REHEARSED, "data": RECIPE["data"] | {"sequence_tokens": "128"}}
+        recipe = (
+            RECIPE
+            if cards
+            else RECIPE | {"model": RECIPE["model"] | REHEARSED, "data": RECIPE["data"] | {"sequence_tokens": "128"}}
+        )
         (folder / "check.yaml").write_text(json.dumps(recipe))
-        references = {p: run(folder, f"cpu-{p}", 1, "strategy=single", f"train.precision={p}", cpu=True) for p in ("bf16", "fp32")}
+        references = {
+            p: run(folder, f"cpu-{p}", 1, "strategy=single", f"train.precision={p}", cpu=True) for p in ("bf16", "fp32")
+        }
         if failed := [r["error"] for r in references.values() if "error" in r]:
             sys.exit(f"the CPU reference failed: {failed[0]}")
-        every = [p for p in parts(len(cards) or 3) + deepspeed_parts(len(cards) or 3, bool(cards)) if options.only in p[0]]
+        every = [
+            p for p in parts(len(cards) or 3) + deepspeed_parts(len(cards) or 3, bool(cards)) if options.only in p[0]
+        ]
         for number, (what, ranks, keys) in enumerate(every):
             if time.monotonic() - begin > LIMIT_SECONDS:
                 print(f"out of time; left out: {what} and what follows")
@@ -162,7 +216,9 @@ def main() -> None:
     label = re.sub(r"[^a-z0-9]+", "-", f"{len(cards)}x {cards[0]['name']}".lower()) if cards else "cpu-rehearsal"
     text = page(found, about, time.monotonic() - begin)
     (options.output / f"{label}.md").write_text(text, encoding="utf-8")
-    (options.output / f"{label}.json").write_text(json.dumps({"versions": about, "parts": found}, indent=1), encoding="utf-8")
+    (options.output / f"{label}.json").write_text(
+        json.dumps({"versions": about, "parts": found}, indent=1), encoding="utf-8"
+    )
     print(text)
     print(f"written: {options.output / label}.md and .json; please send both back")
     if any("error" in part or part["distance"] > LOSS_BOUND for part in found.values()):

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 OURS = """
-from tercet.model.weights import load_model as load
+from tercet.weights.reading import load_model as load
 load(TINY)
 """
 THEIRS = """
@@ -48,9 +48,9 @@ def main() -> None:
     import torch
 
     from tercet.model.decoder import initial_tensor
-    from tercet.model.weights import save_folder
     from tercet.spec.families import describe, preset
     from tercet.spec.recipe import ModelSection
+    from tercet.weights.writing import save_folder
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)

@@ -27,20 +27,57 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tercet.model.weights import load_model
+from tercet.weights.reading import load_model
 
 CASES = {
-    "dense": ("llama", {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
-                        "num_key_value_heads": 4}),
-    "moe": ("qwen3_moe", {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-                          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
-                          "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}),
-    "deepseek": ("deepseek_v3", {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-                                 "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 192,
-                                 "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
-                                 "n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
-                                 "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}),
-}  # fmt: skip
+    "dense": (
+        "llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "moe": (
+        "qwen3_moe",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek": (
+        "deepseek_v3",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 192,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "n_routed_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
 VOCABULARY, ROWS, TOKENS = 8192, 8, 256
 
 
@@ -110,8 +147,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         return measure_memory(arguments.only, arguments.memory_of)
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or platform.machine()}, "
-          f"{arguments.threads} threads; {ROWS} rows of {TOKENS} tokens, vocabulary {VOCABULARY}, bf16")  # fmt: skip
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or platform.machine()}, "
+        f"{arguments.threads} threads; {ROWS} rows of {TOKENS} tokens, vocabulary {VOCABULARY}, bf16"
+    )
     raw = {}
     for case in [arguments.only] if arguments.only else list(CASES):
         ours, theirs = steps(case)
@@ -127,8 +166,10 @@ def main() -> None:
         ratio = statistics.median(b / a for a, b in pairs)
         mine, yours = (statistics.median(p[k] for p in pairs) for k in (0, 1))
         raw[case] = {"pairs": pairs, "memory": memory, "ratio": ratio}
-        print(f"{case:9} ours {mine * 1e3:7.0f} ms  transformers {yours * 1e3:7.0f} ms  {ratio:.2f}x as fast  "
-              f"memory of steps: ours {memory['ours'] / 1e6:.0f} MB, transformers {memory['theirs'] / 1e6:.0f} MB")  # fmt: skip
+        print(
+            f"{case:9} ours {mine * 1e3:7.0f} ms  transformers {yours * 1e3:7.0f} ms  {ratio:.2f}x as fast  "
+            f"memory of steps: ours {memory['ours'] / 1e6:.0f} MB, transformers {memory['theirs'] / 1e6:.0f} MB"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(raw, indent=1))
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from published import read_row
 from tercet.planner import calibrate
-from tercet.planner.calibrate import Prediction, Prepared, publisher
+from tercet.planner.calibrate import Prediction, Prepared, Row, publisher
 from tercet.planner.constants import Constants, load, load_foreign
-from tercet.planner.published import Row, read_row
 
 OURS = Path(__file__).with_name("measurements.json")
 CONSTANTS = Path(__file__).parents[1] / "src/tercet/planner/constants.toml"
@@ -29,9 +29,7 @@ GROUPS = (("pytorch", False), ("foreign", True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "rows", nargs="?", type=Path, default=OURS, help="a file in the format of bench/measurements.json"
     )
@@ -86,20 +84,14 @@ def make_report(path: Path) -> dict[str, Any]:
         for source in sorted({publisher(p.row.source) for p in wanted.values()}):
             others = [p for p in known if publisher(p.row.source) != source]
             constants = whole if len(others) == len(known) else calibrate.fit(others, whole, prior, rounds=5)
-            by_source.update(
-                {n: p.predict(constants) for n, p in wanted.items() if publisher(p.row.source) == source}
-            )
+            by_source.update({n: p.predict(constants) for n, p in wanted.items() if publisher(p.row.source) == source})
     return {
         "file": str(path),
         "rows": [line(raw, row, in_domain.get(n), by_source.get(n)) for n, (raw, row) in enumerate(rows)],
         "summary": {
             name: {
                 figure: summarise(
-                    [
-                        (row, found[n])
-                        for n, (_, row) in enumerate(rows)
-                        if row.foreign == foreign and n in found
-                    ]
+                    [(row, found[n]) for n, (_, row) in enumerate(rows) if row.foreign == foreign and n in found]
                 )
                 for figure, found in (("in_domain", in_domain), ("leave_one_source_out", by_source))
             }
@@ -110,8 +102,12 @@ def make_report(path: Path) -> dict[str, Any]:
 
 def line(raw: dict[str, Any], row: Row, found: Prediction | None, other: Prediction | None) -> dict[str, Any]:
     """Return one row of the report; memory in the unit in which it was published."""
-    result: dict[str, Any] = {"id": row.id, "model": raw.get("model", {}).get("name"), "source": publisher(row.source),
-                              "group": "foreign" if row.foreign else "pytorch"}  # fmt: skip
+    result: dict[str, Any] = {
+        "id": row.id,
+        "model": raw.get("model", {}).get("name"),
+        "source": publisher(row.source),
+        "group": "foreign" if row.foreign else "pytorch",
+    }
     if row.why is not None or found is None or other is None:
         return {**result, "why": row.why or "it names no figure"}
     if row.assumed:
@@ -153,12 +149,12 @@ def spread(errors: list[float]) -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    lines = [f"{'row':6} {'model':22} {'source':30} {'tokens/s':>9} {'measured':>9} {'error':>6} {'other':>6} "
-             f"{'memory':>7} {'measured':>8} {'error':>6} {'other':>6}"]  # fmt: skip
+    lines = [
+        f"{'row':6} {'model':22} {'source':30} {'tokens/s':>9} {'measured':>9} {'error':>6} {'other':>6} "
+        f"{'memory':>7} {'measured':>8} {'error':>6} {'other':>6}"
+    ]
     for row in report["rows"]:
-        start = (
-            f"{row['id']:6} {str(row['model'])[:22]:22} {row['source'].removeprefix('github.com/')[:30]:30}"
-        )
+        start = f"{row['id']:6} {str(row['model'])[:22]:22} {row['source'].removeprefix('github.com/')[:30]:30}"
         if "why" in row:
             lines.append(f"{start} not predicted: {row['why']}")
             continue
@@ -185,8 +181,7 @@ def number(value: float | None, digits: int, width: int = 9) -> str:
 
 def percent(figure: dict[str, Any]) -> str:
     return " ".join(
-        f"{figure[k]:+6.0%}" if figure[k] is not None else "     -"
-        for k in ("error", "error_leave_source_out")
+        f"{figure[k]:+6.0%}" if figure[k] is not None else "     -" for k in ("error", "error_leave_source_out")
     )
 
 

@@ -64,7 +64,9 @@ def cpu():
     used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 """
-TERCET = CPU + """
+TERCET = (
+    CPU
+    + """
 import json, sys, time
 from tercet.data.prepare import prepare
 from tercet.spec.recipe import DataSection
@@ -84,8 +86,11 @@ assert not found.hit
 ends = {p: round(b - a, 3) for p, (a, b) in phases.items()}
 print(json.dumps({"seconds": seconds, "cpu": used, "tokens": found.report["tokens"]["train"], "phases": ends}))
 """.replace("TOKENS", str(TOKENS))
+)
 
-DATASETS = CPU + """
+DATASETS = (
+    CPU
+    + """
 import json, os, sys, time
 rows, words, cache = sys.argv[1:]
 os.environ["HF_DATASETS_CACHE"] = cache
@@ -104,6 +109,7 @@ done, used = time.perf_counter(), cpu() - used
 tokens = sum(len(row) for batch in found.iter(1000) for row in batch["input_ids"])
 print(json.dumps({"seconds": done - loaded, "cpu": used, "with_load": done - begin, "tokens": tokens}))
 """
+)
 
 
 def measure(program: str, rows: Path, words: Path) -> dict[str, float]:

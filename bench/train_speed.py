@@ -49,7 +49,9 @@ def prepare(folder: Path) -> None:
         for text in rows:
             file.write(json.dumps({"text": text}) + "\n")
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(rows, vocab_size=SIZES["vocabulary"] - 1, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        rows, vocab_size=SIZES["vocabulary"] - 1, special_tokens=["<end>"], show_progress=False
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<end>", pad_token="<end>"
     ).save_pretrained(str(folder / "tokenizer"))
@@ -63,13 +65,18 @@ def run_tercet(folder: Path, steps: int, run: int) -> dict[str, Any]:
     output = folder / f"tercet-{run}"
     recipe = {
         "model": {k: str(v) for k, v in SIZES.items()} | {"context_tokens": str(LENGTH)},
-        "data": {"train": str(folder / "text.jsonl"), "sequence_tokens": str(LENGTH), "tokenizer": str(folder / "tokenizer"),
-                 "cache": str(folder / f"cache-{run}"), "long_rows": "split"},
+        "data": {
+            "train": str(folder / "text.jsonl"),
+            "sequence_tokens": str(LENGTH),
+            "tokenizer": str(folder / "tokenizer"),
+            "cache": str(folder / f"cache-{run}"),
+            "long_rows": "split",
+        },
         "strategy": {"zero": "0", "data": "1", "micro_batch": str(ROWS)},
         "optim": {"lr": "3e-4", "schedule": "linear"},
         "train": {"batch_sequences": str(ROWS), "steps": str(steps)},
         "output": {"folder": str(output)},
-    }  # fmt: skip
+    }
     path = folder / f"recipe-{run}.yaml"
     path.write_text(json.dumps(recipe))  # JSON is YAML
     begin = time.time()
@@ -79,9 +86,15 @@ def run_tercet(folder: Path, steps: int, run: int) -> dict[str, Any]:
     summary = json.loads((output / "summary.json").read_text())
     timed = done[WARM_UP:]
     imports = subprocess.run(
-        [sys.executable, "-c", "import tercet.training.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import tercet.training.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return {
         "first_step_seconds": done[0]["time"] - begin,
         "tokens_per_second": statistics.median(row["tokens"] / row["seconds"] for row in timed),
@@ -114,10 +127,14 @@ def worker(which: str, folder: Path, steps: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
     rows = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()]
     config = LlamaConfig(
-        vocab_size=SIZES["vocabulary"], hidden_size=SIZES["width"], num_hidden_layers=SIZES["layers"],
-        num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["kv_heads"], intermediate_size=SIZES["ffn"],
+        vocab_size=SIZES["vocabulary"],
+        hidden_size=SIZES["width"],
+        num_hidden_layers=SIZES["layers"],
+        num_attention_heads=SIZES["heads"],
+        num_key_value_heads=SIZES["kv_heads"],
+        intermediate_size=SIZES["ffn"],
         max_position_embeddings=LENGTH,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     times: list[float] = []
@@ -159,14 +176,24 @@ def worker(which: str, folder: Path, steps: int) -> None:
 
         first = 0.0
         arguments = TrainingArguments(
-            output_dir=str(folder / "hf"), max_steps=steps, per_device_train_batch_size=ROWS, bf16=True, use_cpu=True,
-            optim="adamw_torch_fused", learning_rate=3e-4, save_strategy="no", report_to=[], logging_strategy="no",
+            output_dir=str(folder / "hf"),
+            max_steps=steps,
+            per_device_train_batch_size=ROWS,
+            bf16=True,
+            use_cpu=True,
+            optim="adamw_torch_fused",
+            learning_rate=3e-4,
+            save_strategy="no",
+            report_to=[],
+            logging_strategy="no",
             disable_tqdm=True,
-        )  # fmt: skip
+        )
         result = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Mark()]).train()
         final = result.training_loss
     speed = statistics.median(n / t for n, t in zip(counts[WARM_UP:], times[WARM_UP:], strict=True))
-    print(json.dumps({"first_step_at": first, "tokens_per_second": speed, "peak_bytes": rss() - imports, "loss": final}))
+    print(
+        json.dumps({"first_step_at": first, "tokens_per_second": speed, "peak_bytes": rss() - imports, "loss": final})
+    )
 
 
 def main() -> None:
@@ -187,12 +214,14 @@ def main() -> None:
         prepare(folder)
         for run in range(options.runs):
             for contender in CONTENDERS:
-                result = run_tercet(folder, options.steps, run) if contender == "tercet" else run_other(contender, folder, options.steps)
+                result = (
+                    run_tercet(folder, options.steps, run)
+                    if contender == "tercet"
+                    else run_other(contender, folder, options.steps)
+                )
                 found[contender].append(result)
                 print(f"run {run + 1}, {contender}: {result}", file=sys.stderr, flush=True)
-    medians = {
-        c: {k: statistics.median(r[k] for r in results) for k in results[0]} for c, results in found.items()
-    }
+    medians = {c: {k: statistics.median(r[k] for r in results) for k in results[0]} for c, results in found.items()}
     ours = medians["tercet"]
     ratios = {
         c: {k: ours[k] / medians[c][k] for k in ("tokens_per_second", "peak_bytes", "first_step_seconds")}
@@ -204,7 +233,9 @@ def main() -> None:
     print(f"| {'':9} | trained tokens/s | peak memory, imports taken off | command to first step |")
     print("|---|---|---|---|")
     for c, m in medians.items():
-        print(f"| {c:9} | {m['tokens_per_second']:.0f} | {m['peak_bytes'] / 1e6:.0f} MB | {m['first_step_seconds']:.1f} s |")
+        print(
+            f"| {c:9} | {m['tokens_per_second']:.0f} | {m['peak_bytes'] / 1e6:.0f} MB | {m['first_step_seconds']:.1f} s |"
+        )
     for c, r in ratios.items():
         print(
             f"tercet / {c}: {r['tokens_per_second']:.2f}x the tokens/s, {r['peak_bytes']:.2f}x the memory, "

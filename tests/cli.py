@@ -36,7 +36,9 @@ class Cli:
     def __init__(self, folder: Path, cache: Path):
         self.folder = folder
         self.environment = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         }
         self.environment |= {"XDG_CACHE_HOME": str(cache), "XDG_CONFIG_HOME": str(cache / "config")}
         (folder / "small.yaml").write_text(RECIPE)
@@ -55,9 +57,15 @@ class Cli:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tercet", *arguments], cwd=self.folder, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tercet", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def run(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(*arguments), code)

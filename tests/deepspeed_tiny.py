@@ -23,11 +23,17 @@ NVME_OPTIMIZER = {"offload": {"optimizer": "nvme"}}
 NVME_BOTH = {"offload": {"optimizer": "nvme", "weights": "nvme"}}
 NVME_WEIGHTS = {"offload": {"optimizer": "cpu", "weights": "nvme"}}
 LAYOUTS = {
-    "zero0": {"zero": 0}, "zero3-nvme": {"zero": 3, **NVME_OPTIMIZER}, "zero3-nvme-both": {"zero": 3, **NVME_BOTH},
+    "zero0": {"zero": 0},
+    "zero3-nvme": {"zero": 3, **NVME_OPTIMIZER},
+    "zero3-nvme-both": {"zero": 3, **NVME_BOTH},
     "zero3-nvme-weights": {"zero": 3, **NVME_WEIGHTS},
-    "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "zero2-cpu": {"zero": 2, **CPU_OPTIMIZER},
-    "zero3-cpu": {"zero": 3, **CPU_OPTIMIZER}, "zero3-weights": {"zero": 3, **CPU_BOTH},
-}  # fmt: skip
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "zero2-cpu": {"zero": 2, **CPU_OPTIMIZER},
+    "zero3-cpu": {"zero": 3, **CPU_OPTIMIZER},
+    "zero3-weights": {"zero": 3, **CPU_BOTH},
+}
 
 
 def layout(name: str, ranks: int, batch: int, micro_batch: int = 1, tokens: int = 16, **keys: Any) -> Strategy:

@@ -35,16 +35,25 @@ class FakeRun:
     def begin(self, step: int = 0, ranks: int = 3) -> None:
         kind = "resume" if step else "start"
         self.event(
-            kind, step=step, ranks=ranks, strategy="zero2", parameters=12345, total_steps=self.total,
+            kind,
+            step=step,
+            ranks=ranks,
+            strategy="zero2",
+            parameters=12345,
+            total_steps=self.total,
             versions=VERSIONS,
-        )  # fmt: skip
+        )
 
     def step(self, step: int, loss: float | None = None, **fields: Any) -> None:
         self.time += 2.0
         values = {
-            "loss": 5.0 / step if loss is None else loss, "grad_norm": 1.0 + step, "lr": 1e-3 * step,
-            "tokens": 1000, "seconds": 2.0, "tokens_per_second": 500.0,
-        }  # fmt: skip
+            "loss": 5.0 / step if loss is None else loss,
+            "grad_norm": 1.0 + step,
+            "lr": 1e-3 * step,
+            "tokens": 1000,
+            "seconds": 2.0,
+            "tokens_per_second": 500.0,
+        }
         self.event("step", step=step, **{**values, **fields})
 
     def steps(self, first: int, last: int) -> None:
@@ -84,15 +93,24 @@ class FakeRun:
         self.event("end", step=step, train_loss=5.0 / step, validation_loss=validation_loss)
         held = {"weights": 400, "master": 0, "gradients": 0, "optimizer": 800}
         content = {
-            "format": 1, "finished": True, "steps": step, "tokens": 1000 * step, "train_loss": 5.0 / step,
-            "validation_loss": validation_loss, "tokens_per_second": 500.0, "step_seconds": 2.0,
-            "seconds": 90.0, "ranks": 3, "peak_bytes_per_rank": [7000, 8000, 6000],
+            "format": 1,
+            "finished": True,
+            "steps": step,
+            "tokens": 1000 * step,
+            "train_loss": 5.0 / step,
+            "validation_loss": validation_loss,
+            "tokens_per_second": 500.0,
+            "step_seconds": 2.0,
+            "seconds": 90.0,
+            "ranks": 3,
+            "peak_bytes_per_rank": [7000, 8000, 6000],
             "memory": {
                 "between_steps": [held, held, {**held, "weights": 380}],
                 "peak": [{**held, "weights": 1200, "gradients": 400}] * 2 + [{**held, "weights": 1100}],
             },
-            "versions": VERSIONS, **more,
-        }  # fmt: skip
+            "versions": VERSIONS,
+            **more,
+        }
         self.run.summary.write_text(json.dumps(content))
         return content
 

@@ -11,8 +11,32 @@ from typing import Any
 from tercet.data.prepare import Prepared, prepare
 from tercet.spec.recipe import DataSection
 
-SYLLABLES = ("ri", "ver", "sto", "ne", "let", "ter", "un", "der", "wal", "ks", "se", "ven", "gre", "en",
-             "win", "dow", "and", "the", "of", "mor", "ning", "qu", "ick", "ly")  # fmt: skip
+SYLLABLES = (
+    "ri",
+    "ver",
+    "sto",
+    "ne",
+    "let",
+    "ter",
+    "un",
+    "der",
+    "wal",
+    "ks",
+    "se",
+    "ven",
+    "gre",
+    "en",
+    "win",
+    "dow",
+    "and",
+    "the",
+    "of",
+    "mor",
+    "ning",
+    "qu",
+    "ick",
+    "ly",
+)
 
 
 def sentence(seed: int, words: int = 12) -> str:
@@ -35,9 +59,7 @@ def section(folder: Path, train: Any, **keys: Any) -> DataSection:
         "long_rows": "split",
         "cache": str(folder / "cache"),
     }
-    return DataSection.model_validate(
-        {"train": train if isinstance(train, list) else str(train), **defaults, **keys}
-    )
+    return DataSection.model_validate({"train": train if isinstance(train, list) else str(train), **defaults, **keys})
 
 
 def made(folder: Path, train: Any, *, vocabulary: int = 300, seed: int = 0, **keys: Any) -> Prepared:

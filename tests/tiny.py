@@ -19,9 +19,19 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 def tiny_model(**sizes: Any) -> Model:
     """Sizes that three does not divide: 2 layers, width 32, vocabulary 67, ffn 44."""
     return describe(
-        ModelSection(**{"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 44, "vocabulary": 67,
-                        "context_tokens": 64, **sizes})
-    )  # fmt: skip
+        ModelSection(
+            **{
+                "layers": 2,
+                "width": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "ffn": 44,
+                "vocabulary": 67,
+                "context_tokens": 64,
+                **sizes,
+            }
+        )
+    )
 
 
 def tiny_strategy(word: str, ranks: int, batch: int, micro_batch: int = 1, tokens: int = 16, **keys: Any) -> Strategy:
@@ -67,7 +77,9 @@ def micro_batches(
         picked = [(a * ranks + rank) * micro + j for j in range(micro)]
         i = torch.stack([ids[p] if p < rows else torch.zeros_like(ids[0]) for p in picked])
         y = torch.stack([labels[p] if p < rows else torch.full_like(labels[0], -100) for p in picked])
-        borders = torch.tensor([e for r in range(micro) for e in (r * tokens, r * tokens + tokens // 2)] + [micro * tokens])
+        borders = torch.tensor(
+            [e for r in range(micro) for e in (r * tokens, r * tokens + tokens // 2)] + [micro * tokens]
+        )
         positions = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)]).repeat(micro, 1)
         # No document border inside a row may be trained across: the border's label is dropped in every layout alike.
         y[:, tokens // 2 - 1] = -100
@@ -75,7 +87,9 @@ def micro_batches(
     return found
 
 
-def tiny_engine(world: Any, strategy: Strategy, precision: str = "fp32", model: Model | None = None, **optim: Any) -> NativeEngine:
+def tiny_engine(
+    world: Any, strategy: Strategy, precision: str = "fp32", model: Model | None = None, **optim: Any
+) -> NativeEngine:
     # A large eps lets the update follow the gradient smoothly: AdamW's first steps are a sign function otherwise,
     # and rounding of a gradient near zero would show as a full step.
     section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})

@@ -24,7 +24,7 @@ def load_model(folder: str | Path, dtype: str | None = None) -> Decoder | Throug
     (batch, tokens, vocabulary). `dtype` ("fp32", "bf16", "fp16", "fp64") defaults to the one stored.
     Raises InputError when the folder is incomplete or its architecture is unknown.
     """
-    from tercet.model.weights import load_model as load
+    from tercet.weights.reading import load_model as load
 
     return load(folder, dtype=dtype)
 

@@ -52,3 +52,11 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
     folded = {k.replace("-", "_").lower(): k for k in known}
     matches = get_close_matches(name.replace("-", "_").lower(), list(folded), n=limit, cutoff=0.6)
     return f"; did you mean {', '.join(folded[m] for m in matches)}?" if matches else ""
+
+
+def listed(names: set[str]) -> str:
+    """Return "3 (a, b, c)", cut after eight names."""
+    if not names:
+        return "none"
+    shown = ", ".join(sorted(names)[:8])
+    return f"{len(names)} ({shown}{', …' if len(names) > 8 else ''})"

@@ -28,7 +28,9 @@ class SmallEngine:
             time.sleep(self._random.random() * 0.004)
         position = {"steps_done": 0, "updates": 0}
         save = Save(
-            [Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0})], position, False
+            [Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0})],
+            position,
+            False,
         )
         if self._random:
             time.sleep(self._random.random() * 0.004)
@@ -36,9 +38,13 @@ class SmallEngine:
 
 
 def checkpoints(
-    folder: Path, world: World = ALONE, keep: int = 2, disk_full: str = "stop", say: Callable[[str], Any] = lambda text: None,
+    folder: Path,
+    world: World = ALONE,
+    keep: int = 2,
+    disk_full: str = "stop",
+    say: Callable[[str], Any] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
-) -> Checkpoints:  # fmt: skip
+) -> Checkpoints:
     return Checkpoints(RunFolder(folder), world, keep, disk_full, 1000, say, stop)
 
 

@@ -26,7 +26,10 @@ def native(world: World):
     return whole_weights(engine)
 
 
-@pytest.mark.parametrize(("name", "micro"), [("zero2", 4), *(pytest.param(*case, marks=slow) for case in [("zero0", 2), ("zero2", 1), ("zero3", 2)])])
+@pytest.mark.parametrize(
+    ("name", "micro"),
+    [("zero2", 4), *(pytest.param(*case, marks=slow) for case in [("zero0", 2), ("zero2", 1), ("zero3", 2)])],
+)
 def test_a01_any_split_gives_the_same_update(pools, name, micro):
     whole = pools[1].run(native)[0]
     for found in pools[2].run(split, name, micro):
@@ -63,7 +66,9 @@ def norm_of(world: World, name: str, count: int) -> tuple[float, float]:
     return result.grad_norm, result.loss
 
 
-@pytest.mark.parametrize(("name", "count"), [("zero1", 16), *(pytest.param(name, 256, marks=slow) for name in ("zero2", "zero3"))])
+@pytest.mark.parametrize(
+    ("name", "count"), [("zero1", 16), *(pytest.param(name, 256, marks=slow) for name in ("zero2", "zero3"))]
+)
 def test_a10_equal_tiny_gradients_add_up(pools, name, count):
     one, loss = pools[2].run(norm_of, name, 1)[0]
     for many, same in pools[2].run(norm_of, name, count):

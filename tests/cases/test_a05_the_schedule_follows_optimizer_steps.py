@@ -19,12 +19,15 @@ def closed(schedule: str, s: int, low: float = 0.1) -> float:
     if s < WARMUP:
         return LR * (s + 1) / WARMUP
     t = (s - WARMUP) / (STEPS - WARMUP)
-    return LR * {
-        "constant": 1.0,
-        "linear": 1 - (1 - low) * t,
-        "cosine": low + (1 - low) * 0.5 * (1 + math.cos(math.pi * t)),
-        "wsd": 1.0 if s < STEPS - 2 else 1 - (1 - low) * (s - (STEPS - 2) + 1) / 2,
-    }[schedule]
+    return (
+        LR
+        * {
+            "constant": 1.0,
+            "linear": 1 - (1 - low) * t,
+            "cosine": low + (1 - low) * 0.5 * (1 + math.cos(math.pi * t)),
+            "wsd": 1.0 if s < STEPS - 2 else 1 - (1 - low) * (s - (STEPS - 2) + 1) / 2,
+        }[schedule]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
@@ -83,11 +86,21 @@ def run(accumulation: int, skip: set[int] = frozenset()) -> FakeEngine:
 
     engine = FakeEngine(skip)
     Loop(
-        engine, FakeBatches(accumulation), World(0, 1, 0, torch.device("cpu")), FakeCheckpoints(), None,
-        TrainSection(nonfinite="skip"), OptimSection(lr=LR, warmup_steps=WARMUP, min_lr_ratio=0.1),
-        total_steps=STEPS, micro_batch=1, checkpoint_every=0, progress=Progress(), stop_requested=lambda: False,
-        state={}, has_validation=False,
-    ).run()  # fmt: skip
+        engine,
+        FakeBatches(accumulation),
+        World(0, 1, 0, torch.device("cpu")),
+        FakeCheckpoints(),
+        None,
+        TrainSection(nonfinite="skip"),
+        OptimSection(lr=LR, warmup_steps=WARMUP, min_lr_ratio=0.1),
+        total_steps=STEPS,
+        micro_batch=1,
+        checkpoint_every=0,
+        progress=Progress(),
+        stop_requested=lambda: False,
+        state={},
+        has_validation=False,
+    ).run()
     return engine
 
 

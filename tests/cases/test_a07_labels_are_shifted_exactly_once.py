@@ -23,8 +23,10 @@ def test_a_cycle_is_continued_exactly():
         loss = engine.step([batch], 3e-3).loss
     assert loss < 0.05
     assert engine.generate([[5], [9, 2], [2]], 7) == [
-        [9, 2, 5, 9, 2, 5, 9], [5, 9, 2, 5, 9, 2, 5], [5, 9, 2, 5, 9, 2, 5],
-    ]  # fmt: skip
+        [9, 2, 5, 9, 2, 5, 9],
+        [5, 9, 2, 5, 9, 2, 5],
+        [5, 9, 2, 5, 9, 2, 5],
+    ]
 
 
 def test_the_chunked_loss_is_cross_entropy(monkeypatch):

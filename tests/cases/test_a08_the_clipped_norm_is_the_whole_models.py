@@ -13,9 +13,7 @@ ROWS, CLIP = 6, 0.01  # far below the norm, so clipping decides the update
 
 def train(world: World, word: str, micro: int):
     engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, micro), clip=CLIP)
-    norms = [
-        engine.step(micro_batches(s, world.rank, world.size, micro, ROWS), 1e-2).grad_norm for s in range(3)
-    ]
+    norms = [engine.step(micro_batches(s, world.rank, world.size, micro, ROWS), 1e-2).grad_norm for s in range(3)]
     return norms, whole_weights(engine)
 
 

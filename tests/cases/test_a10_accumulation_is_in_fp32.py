@@ -27,7 +27,9 @@ def gradients(world: World, word: str, count: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("word", ["ddp", "zero2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("zero1", "zero3"))])
+@pytest.mark.parametrize(
+    "word", ["ddp", "zero2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("zero1", "zero3"))]
+)
 def test_sum_is_as_many_times_one(pools, word):
     steps = STEPS[word]
     ones = pools[2].run(gradients, word, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tercet.engine import StepResult
-from tercet.engine.deepspeed_config import deepspeed_config
+from tercet.engine.deepspeed.config import deepspeed_config
 from tercet.errors import NotLegalError, TercetError
 from tercet.parallel.world import World
 from tercet.spec.recipe import OptimSection, TrainSection
@@ -37,10 +37,21 @@ class Batches:
 
 def loop_of(engine, batches, world: World, **train) -> Loop:
     return Loop(
-        engine, batches, world, None, None, TrainSection(nonfinite_limit=LIMIT, **train),
-        OptimSection(lr=1e-2, schedule="constant"), total_steps=STEPS, micro_batch=1, checkpoint_every=0,
-        progress=Progress(), stop_requested=lambda: False, state={}, has_validation=False,
-    )  # fmt: skip
+        engine,
+        batches,
+        world,
+        None,
+        None,
+        TrainSection(nonfinite_limit=LIMIT, **train),
+        OptimSection(lr=1e-2, schedule="constant"),
+        total_steps=STEPS,
+        micro_batch=1,
+        checkpoint_every=0,
+        progress=Progress(),
+        stop_requested=lambda: False,
+        state={},
+        has_validation=False,
+    )
 
 
 def train(world: World, name: str, precision: str, bad: set[int]):
@@ -65,7 +76,13 @@ def train(world: World, name: str, precision: str, bad: set[int]):
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16"), pytest.param("zero2-cpu", "bf16", marks=pytest.mark.slow)],
+    [
+        ("zero0", "fp32"),
+        ("zero1", "bf16"),
+        ("zero2", "fp32"),
+        ("zero3", "bf16"),
+        pytest.param("zero2-cpu", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_every_step_bad_stops_after_k_and_names_the_rows(pools, name, precision):
     for message, step, updates, before, after in pools[2].run(train, name, precision, {2, 3, 4, 5, 6}):
@@ -127,9 +144,13 @@ def test_fp16_is_written_as_json_and_refused_on_a_cpu():
     strategy = layout("zero2", 3, 12)
     config = deepspeed_config(tiny_model(), strategy, OptimSection(), "fp16", 12, on_card=True)
     assert config["fp16"] == {
-        "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1,
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 1,
         "min_loss_scale": 1,
-    }  # fmt: skip
+    }
     assert config["bf16"]["enabled"] is False
     with pytest.raises(NotLegalError, match="no fp16 on a CPU"):
         engine_of(ALONE, strategy, 12, "fp16")

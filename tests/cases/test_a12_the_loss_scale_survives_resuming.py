@@ -16,7 +16,7 @@ OVERFLOWS = {1, 2, 3, 13, 14}
 
 
 def scaler():
-    from tercet.engine.deepspeed import import_deepspeed
+    from tercet.engine.deepspeed.engine import import_deepspeed
 
     import_deepspeed()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -42,7 +42,7 @@ def quiet_ranks(monkeypatch):
 
 @pytest.mark.parametrize("saved_at", [2, 8, 13])
 def test_the_history_after_resuming_is_the_same(saved_at):
-    from tercet.engine.deepspeed_state import restore_scaler, scaler_state
+    from tercet.engine.deepspeed.state import restore_scaler, scaler_state
 
     whole = history(scaler(), range(1, 21))
     assert len(set(whole)) >= 3, "the pattern must move the scale both ways"

@@ -52,9 +52,15 @@ def alone(pools):
 @pytest.mark.parametrize("loss", list(LOSSES))
 @pytest.mark.parametrize(
     ("size", "word", "micro", "keys"),
-    [(1, "single", 2, {}), (1, "single", 1, {"recompute": "full"}), (2, "ddp", 4, {}), (2, "ddp", 1, {}),
-     (2, "zero3", 2, {}), (3, "zero1", 1, {})],
-)  # fmt: skip
+    [
+        (1, "single", 2, {}),
+        (1, "single", 1, {"recompute": "full"}),
+        (2, "ddp", 4, {}),
+        (2, "ddp", 1, {}),
+        (2, "zero3", 2, {}),
+        (3, "zero1", 1, {}),
+    ],
+)
 def test_same_gradient_under_every_layout(pools, alone, loss, size, word, micro, keys):
     got = whole(pools[size].run(router_gradients, word, micro, keys, LOSSES[loss]))
     for name, gradient in alone[loss].items():

@@ -22,9 +22,20 @@ def evaluate(world: World, word: str, micro: int) -> float:
     engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, 1))
     progress = Progress()
     loop = Loop(
-        engine, Rows(), world, None, None, TrainSection(), OptimSection(), total_steps=1, micro_batch=micro,
-        checkpoint_every=0, progress=progress, stop_requested=lambda: False, state={},
-    )  # fmt: skip
+        engine,
+        Rows(),
+        world,
+        None,
+        None,
+        TrainSection(),
+        OptimSection(),
+        total_steps=1,
+        micro_batch=micro,
+        checkpoint_every=0,
+        progress=progress,
+        stop_requested=lambda: False,
+        state={},
+    )
     loop._evaluate()
     return progress.validation_loss
 

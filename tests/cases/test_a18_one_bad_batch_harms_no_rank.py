@@ -36,10 +36,21 @@ def train(world: World, word: str, policy: str, leave_out: bool):
     )
     progress = Progress()
     loop = Loop(
-        engine, Batches(engine), world, None, None, TrainSection(nonfinite=policy),
-        OptimSection(lr=1e-2, schedule="constant"), total_steps=STEPS, micro_batch=1, checkpoint_every=0,
-        progress=progress, stop_requested=lambda: False, state={}, has_validation=False,
-    )  # fmt: skip
+        engine,
+        Batches(engine),
+        world,
+        None,
+        None,
+        TrainSection(nonfinite=policy),
+        OptimSection(lr=1e-2, schedule="constant"),
+        total_steps=STEPS,
+        micro_batch=1,
+        checkpoint_every=0,
+        progress=progress,
+        stop_requested=lambda: False,
+        state={},
+        has_validation=False,
+    )
     message = None
     try:
         while progress.step < STEPS:

@@ -38,7 +38,11 @@ def count(world: World, word: str, rows: int, keys: dict):
         engine.step(batches, 1e-2)
     assert dist.is_initialized()
     memory = engine.memory()
-    return dict(counted.calls), memory["peak"]["gradients"], sum(t.numel() * 4 for t in engine.layout.module.parameters())
+    return (
+        dict(counted.calls),
+        memory["peak"]["gradients"],
+        sum(t.numel() * 4 for t in engine.layout.module.parameters()),
+    )
 
 
 def reductions(calls: dict[str, int]) -> int:

@@ -18,9 +18,7 @@ def test_borders_positions_and_labels_follow_the_documents(tmp_path):
     wanted = sorted(words.document(t) for t in texts)
     assert documents(prepared) == wanted
 
-    batch = Loader(prepared, prepared.train.rows_per_epoch, 0).micro_batches(
-        0, rank=0, ranks=1, micro_batch=100
-    )[0]
+    batch = Loader(prepared, prepared.train.rows_per_epoch, 0).micro_batches(0, rank=0, ranks=1, micro_batch=100)[0]
     ids, labels = batch.input_ids.flatten().numpy(), batch.labels.flatten().numpy()
     positions, borders = batch.positions.flatten().numpy(), batch.documents.numpy()
     assert borders[0] == 0 and borders[-1] == ids.size and (np.diff(borders) > 0).all()

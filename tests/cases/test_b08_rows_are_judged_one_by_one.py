@@ -40,9 +40,13 @@ def test_every_row_is_classified_and_the_order_does_not_matter(tmp_path):
     assert dropped["chat row"]["places"] == [f"{path}, line {n}, column 1" for n in (2, 4, 6, 8)]
     assert report["ignored_columns"] == {"source": 2, "score": 1}
     assert report["kinds"] == {
-        "text": 4, "other": 2, "messages": 1, "instruction": 1, "prompt and completion": 1,
+        "text": 4,
+        "other": 2,
+        "messages": 1,
+        "instruction": 1,
+        "prompt and completion": 1,
         "conversations": 1,
-    }  # fmt: skip
+    }
     for seed in range(3):
         shuffled = random.Random(seed).sample(ROWS, len(ROWS))
         other = made(tmp_path, write(tmp_path / f"{seed}.jsonl", shuffled), bad_rows="skip")
@@ -53,7 +57,5 @@ def test_every_row_is_classified_and_the_order_does_not_matter(tmp_path):
 
 def test_chats_are_recognised_and_refused_by_name(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[1]])
-    with pytest.raises(
-        InputError, match=r"line 2, column 1: chat row: chat row \(messages\): .* not built yet"
-    ):
+    with pytest.raises(InputError, match=r"line 2, column 1: chat row: chat row \(messages\): .* not built yet"):
         made(tmp_path, path)

@@ -39,9 +39,7 @@ def test_skip_uses_the_other_eight(tmp_path, path):
 def test_all_faults_are_counted_not_only_the_first(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "good"}\n' + "nonsense\n" * 25 + '{"text": ""}\n' * 3)
-    with pytest.raises(
-        InputError, match=r"28 of 29 rows cannot be used \(25 bad JSON, 3 empty text\)"
-    ) as error:
+    with pytest.raises(InputError, match=r"28 of 29 rows cannot be used \(25 bad JSON, 3 empty text\)") as error:
         made(tmp_path, path)
     assert "… and 18 more" in str(error.value)
 
@@ -58,7 +56,10 @@ def test_a_fault_in_the_last_of_several_files_stops_before_any_token(tmp_path):
 
     with pytest.raises(InputError, match=r"2\.jsonl, line 2, column 8"):
         prepare(
-            section(tmp_path, tmp_path / "f"), vocabulary=300, model_tokenizer=None, seed=0,
+            section(tmp_path, tmp_path / "f"),
+            vocabulary=300,
+            model_tokenizer=None,
+            seed=0,
             progress=lambda done, total, phase: phases.add(phase),
-        )  # fmt: skip
+        )
     assert phases == {"hash", "check"}

@@ -19,9 +19,7 @@ def test_a_stray_byte_is_named_by_line_and_offset(tmp_path):
     path = tmp_path / "rows.jsonl"
     bad = b'{"text": "caf\xc0 au lait"}'
     path.write_bytes(b'{"text": "one"}\n' + bad + b"\n" + '{"text": "naïve"}\n'.encode())
-    with pytest.raises(
-        InputError, match=r"line 2, column 14: invalid bytes: byte 0xc0 at offset 13 of the line"
-    ):
+    with pytest.raises(InputError, match=r"line 2, column 14: invalid bytes: byte 0xc0 at offset 13 of the line"):
         made(tmp_path, path)
     prepared = made(tmp_path, path, bad_rows="skip")
     assert prepared.report["rows"] == {"read": 3, "train": 2, "validation": 0, "dropped": 1}
@@ -30,9 +28,7 @@ def test_a_stray_byte_is_named_by_line_and_offset(tmp_path):
 def test_a_gbk_file_and_a_utf_16_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"line one\n" + CHINESE.encode("gbk"))
-    with pytest.raises(
-        InputError, match=r"a\.txt, line 2, column 1: invalid bytes: byte 0xce at offset 9 of the file"
-    ):
+    with pytest.raises(InputError, match=r"a\.txt, line 2, column 1: invalid bytes: byte 0xce at offset 9 of the file"):
         made(tmp_path, path)
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_bytes('{"text": "x"}'.encode("utf-16"))

@@ -28,9 +28,7 @@ def texts():
         "spaces": " " * 50_000 + "x",
         "chinese": "".join(draw.choice("我在年青时候也曾经做过许多梦，。") for _ in range(20_000)),
         "mixed": "".join(
-            draw.choice(
-                [" the", "12", "  ", "\n\n", "中文", "é", "e\u0301", "🙂", "!?", " a", "'s", "ABC", "a"]
-            )
+            draw.choice([" the", "12", "  ", "\n\n", "中文", "é", "e\u0301", "🙂", "!?", " a", "'s", "ABC", "a"])
             for _ in range(20_000)
         ),
     }
@@ -44,10 +42,17 @@ def tokenizers(tmp_path_factory):
     lines = [line for t in corpus for line in t.split("\n") if line.strip()]
     for kind in ("bpe", "unigram"):
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_prefix=str(folder / kind), vocab_size=500, model_type=kind,
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            hard_vocab_limit=False, max_sentence_length=100_000, minloglevel=2,
-        )  # fmt: skip
+            sentence_iterator=iter(lines),
+            model_prefix=str(folder / kind),
+            vocab_size=500,
+            model_type=kind,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            hard_vocab_limit=False,
+            max_sentence_length=100_000,
+            minloglevel=2,
+        )
         found[kind] = tokenizer.load(folder / f"{kind}.model")
     return found
 

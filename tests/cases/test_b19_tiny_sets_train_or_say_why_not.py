@@ -29,9 +29,7 @@ def test_a_few_rows_fill_a_batch(tmp_path, rows, ranks):
     assert loader.steps_per_epoch == rows / 8
     used = Counter()
     for step in range(3):
-        batches = [
-            b for r in range(ranks) for b in loader.micro_batches(step, rank=r, ranks=ranks, micro_batch=2)
-        ]
+        batches = [b for r in range(ranks) for b in loader.micro_batches(step, rank=r, ranks=ranks, micro_batch=2)]
         samples = [n for b in batches for n in b.rows if n >= 0]
         assert sorted(samples) == list(range(step * 8, step * 8 + 8))
         assert sum(b.trained_tokens for b in batches) > 0
@@ -42,17 +40,13 @@ def test_a_few_rows_fill_a_batch(tmp_path, rows, ranks):
 def test_no_row_is_an_error_with_numbers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": ""}\n{"text": null}\n{"text": " "}\n')
-    with pytest.raises(
-        InputError, match=r"no row is left to train on \(3 rows read, dropped: 2 empty text, 1 null"
-    ):
+    with pytest.raises(InputError, match=r"no row is left to train on \(3 rows read, dropped: 2 empty text, 1 null"):
         made(tmp_path, path, bad_rows="skip")
     path.write_text("\n")
     with pytest.raises(InputError, match="hold no rows"):
         made(tmp_path, path)
     write_rows(path, [sentence(1, 80), sentence(2, 80)])
-    with pytest.raises(
-        InputError, match=r"data.train: no row is left \(dropped: 2 too long\)\nRows over .* \(32\)"
-    ):
+    with pytest.raises(InputError, match=r"data.train: no row is left \(dropped: 2 too long\)\nRows over .* \(32\)"):
         made(tmp_path, path, long_rows="drop")
 
 

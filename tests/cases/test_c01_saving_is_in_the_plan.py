@@ -33,9 +33,7 @@ def test_the_models_file_is_as_large_as_planned(tmp_path, dtype):
         {t.name: torch.zeros(t.shape, dtype=torch_type) for t in model.tensors()},
         tmp_path / "model.safetensors",
     )
-    planned = disk_rows(Counts(model), of_strategy(Strategy(), Work(16, 4)), keep=2, model_bytes=size)[
-        "export"
-    ]
+    planned = disk_rows(Counts(model), of_strategy(Strategy(), Work(16, 4)), keep=2, model_bytes=size)["export"]
     assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(planned, rel=0.05)
 
 
@@ -47,9 +45,7 @@ def test_checkpoints_hold_three_fp32_copies_and_one_is_being_written():
 
 def test_the_wanted_type_decides_the_export():
     sizes = {
-        dtype: plan("llama-3.2-1b", [f"output.model_dtype={dtype}"], gpus="3x4090")["strategies"][0]["disk"][
-            "export"
-        ]
+        dtype: plan("llama-3.2-1b", [f"output.model_dtype={dtype}"], gpus="3x4090")["strategies"][0]["disk"]["export"]
         for dtype in ("fp32", "bf16")
     }
     assert sizes["fp32"] == 2 * sizes["bf16"] == 4 * 1_235_814_400

@@ -27,7 +27,11 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t._typed_storage()._data_ptr() and id(s := t.untyped_storage()) not in self._seen:
+            if (
+                isinstance(t, torch.Tensor)
+                and t._typed_storage()._data_ptr()
+                and id(s := t.untyped_storage()) not in self._seen
+            ):
                 key, size = s.data_ptr(), s.nbytes()
                 if key in self._seen:
                     continue

@@ -21,9 +21,7 @@ def test_need_grows_with_every_token_and_row():
 
 def test_the_need_is_the_worst_of_all_phases():
     counts = Counts(preset("llama-3.2-1b"))
-    job = of_strategy(
-        Strategy(ranks=3, zero=3, micro_batch=2, reduce_gradients="every_micro_batch"), Work(2048, 96)
-    )
+    job = of_strategy(Strategy(ranks=3, zero=3, micro_batch=2, reduce_gradients="every_micro_batch"), Work(2048, 96))
     found = phases(counts, job, load())
     assert found.keys() == {"load", "backward", "step", "evaluation", "save", "resume"}
     assert max(found.values()) == found["backward"]

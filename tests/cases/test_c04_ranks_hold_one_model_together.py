@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
-from tercet.model.weights import load_model, save_folder, stored_weights
 from tercet.parallel.part import chunk_rows
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
+from tercet.weights.reading import load_model, stored_weights
+from tercet.weights.writing import save_folder
 from tests.tiny import tiny_engine, tiny_model, tiny_strategy
 
 MEGABYTES = 200
@@ -47,9 +48,14 @@ def load_on_a_rank(world, folder):
     NativeEngine._make_moments = lambda self: None  # weights alone are weighed here
     try:
         engine = NativeEngine(
-            spec, tiny_strategy("zero3", world.size, 3), OptimSection(), "fp32", world, seed=0,
+            spec,
+            tiny_strategy("zero3", world.size, 3),
+            OptimSection(),
+            "fp32",
+            world,
+            seed=0,
             weights=stored_weights(folder, spec),
-        )  # fmt: skip
+        )
     finally:
         NativeEngine._make_moments = make_moments
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -20,9 +20,18 @@ def test_signal_9_in_an_offloaded_run(cli):
             threading.Thread(target=watch, daemon=True).start()
     """)
     out = cli.run(
-        "train", "small.yaml", "strategy.engine=deepspeed", "strategy.zero=2", "strategy.offload.optimizer=cpu",
-        "train.steps=2000", "--ranks", "2", "--output", "run", code=1,
-    )  # fmt: skip
+        "train",
+        "small.yaml",
+        "strategy.engine=deepspeed",
+        "strategy.zero=2",
+        "strategy.offload.optimizer=cpu",
+        "train.steps=2000",
+        "--ranks",
+        "2",
+        "--output",
+        "run",
+        code=1,
+    )
     assert "rank 1 was killed by signal 9 (SIGKILL)" in out.stderr
     assert "for want of host RAM" in out.stderr and "GB in this machine" in out.stderr
     assert "tercet train --resume" in out.stderr

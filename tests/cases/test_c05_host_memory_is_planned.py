@@ -14,8 +14,15 @@ def test_the_need_counts_states_pinned_buffers_inputs_and_loading():
     base = Job(ranks=3, micro_batch=1, sequence=2048, accumulation=4, zero=2, master_bytes=4)
     rows = host_rows(counts, base, machine_is_cpu=False)
     assert rows["states"] == rows["pinned"] == 0
-    offloaded = Job(ranks=3, micro_batch=1, sequence=2048, accumulation=4, zero=2, master_bytes=4,
-                    offload=frozenset({"optimizer", "gradients"}))  # fmt: skip
+    offloaded = Job(
+        ranks=3,
+        micro_batch=1,
+        sequence=2048,
+        accumulation=4,
+        zero=2,
+        master_bytes=4,
+        offload=frozenset({"optimizer", "gradients"}),
+    )
     rows = host_rows(counts, offloaded, machine_is_cpu=False)
     assert rows["states"] == 12 * counts.parameters  # 82.9 GB
     assert rows["pinned"] == 4 * counts.parameters  # fp32 gradients: 110.6 GB together
@@ -36,8 +43,6 @@ def test_a_host_that_is_too_small_is_refused_with_numbers():
     keys = ["strategy=ddp", "train.precision=fp32"]
     answer = plan("llama-3.2-1b", keys, ranks=3, host_ram="20GB", sequence="512", batch="12")
     assert not answer["strategies"]
-    (why,) = {
-        w.split(";")[0] for r in answer["refused"] for w in r["why"] if r["strategy"]["recompute"] == "full"
-    }
+    (why,) = {w.split(";")[0] for r in answer["refused"] for w in r["why"] if r["strategy"]["recompute"] == "full"}
     assert "of host RAM, 20.0 GB are there" in why and "more needed" in why
     assert plan("llama-3.2-1b", keys, ranks=3, host_ram="200GB", sequence="512", batch="12")["strategies"]

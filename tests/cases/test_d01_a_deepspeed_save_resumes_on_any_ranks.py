@@ -18,9 +18,7 @@ ROWS = 6
 
 
 def steps(world: World, engine, first: int, last: int) -> list[float]:
-    return [
-        engine.step(micro_batches(s, world.rank, world.size, 1, ROWS), 1e-2).loss for s in range(first, last)
-    ]
+    return [engine.step(micro_batches(s, world.rank, world.size, 1, ROWS), 1e-2).loss for s in range(first, last)]
 
 
 def open_tiny(world: World, name: str, precision: str):
@@ -53,11 +51,18 @@ def moments(folder: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     ("name", "precision"),
     [
         ("zero3", "bf16"),
-        *(pytest.param(*case, marks=slow) for case in [
-            ("zero0", "fp32"), ("zero1", "bf16"), ("zero2-cpu", "bf16"), ("zero2", "fp32"), ("zero3-weights", "fp32"),
-        ]),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                ("zero0", "fp32"),
+                ("zero1", "bf16"),
+                ("zero2-cpu", "bf16"),
+                ("zero2", "fp32"),
+                ("zero3-weights", "fp32"),
+            ]
+        ),
     ],
-)  # fmt: skip
+)
 def test_resume_equals_no_interruption_bit_for_bit(pools, tmp_path, name, precision):
     saved = pools[3].run(save, name, precision, tmp_path)
     files, losses, weights = saved[0]
@@ -73,13 +78,21 @@ def test_resume_equals_no_interruption_bit_for_bit(pools, tmp_path, name, precis
 @pytest.mark.parametrize(
     ("saved_as", "saved_on", "name", "size"),
     [
-        ("zero3", 3, "zero3", 2), ("zero2", 3, "native-zero3", 2),
-        *(pytest.param(*case, marks=slow) for case in [
-            ("zero0", 3, "zero3", 2), ("zero3", 2, "zero0", 3), ("zero1", 2, "zero2-cpu", 3), ("zero3-cpu", 3, "zero1", 1),
-            ("native-zero3", 3, "zero3", 2), ("native-zero2", 2, "zero1", 3),
-        ]),
+        ("zero3", 3, "zero3", 2),
+        ("zero2", 3, "native-zero3", 2),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                ("zero0", 3, "zero3", 2),
+                ("zero3", 2, "zero0", 3),
+                ("zero1", 2, "zero2-cpu", 3),
+                ("zero3-cpu", 3, "zero1", 1),
+                ("native-zero3", 3, "zero3", 2),
+                ("native-zero2", 2, "zero1", 3),
+            ]
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_ranks_other_stage_other_engine(pools, tmp_path, saved_as, saved_on, name, size):
     """Weights and moments come back by name; the next losses are those of the uninterrupted run."""
     _, losses, weights = pools[saved_on].run(save, saved_as, "fp32", tmp_path)[0]

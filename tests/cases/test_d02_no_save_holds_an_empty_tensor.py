@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 
 from tercet.errors import InputError
-from tercet.model.weights import load_model, save_folder
 from tercet.parallel.world import World
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 from tests.deepspeed_tiny import engine_of, layout, needs_deepspeed
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy
 
@@ -33,7 +34,12 @@ def write(world: World, name: str, folder: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["zero3", pytest.param("deepspeed-zero3", marks=needs_deepspeed), pytest.param("deepspeed-zero3-weights", marks=needs_deepspeed)]
+    "name",
+    [
+        "zero3",
+        pytest.param("deepspeed-zero3", marks=needs_deepspeed),
+        pytest.param("deepspeed-zero3-weights", marks=needs_deepspeed),
+    ],
 )
 def test_the_written_model_has_every_trained_tensor_whole(pools, tmp_path, name):
     losses = pools[2].run(write, name, tmp_path)
@@ -50,7 +56,11 @@ def test_the_written_model_has_every_trained_tensor_whole(pools, tmp_path, name)
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(lambda t: t[:0], "shape (0, 32), expected (67, 32)"), (lambda t: t.flatten(), "shape (2144,)"), (lambda t: None, "no value for")],
+    [
+        (lambda t: t[:0], "shape (0, 32), expected (67, 32)"),
+        (lambda t: t.flatten(), "shape (2144,)"),
+        (lambda t: None, "no value for"),
+    ],
 )
 def test_an_empty_misshapen_or_missing_tensor_is_an_error_with_its_name(tmp_path, damage, words):
     spec, name = tiny_model(), "model.embed_tokens.weight"

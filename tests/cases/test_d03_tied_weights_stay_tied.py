@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tercet.model.weights import load_model, save_folder
 from tercet.parallel.world import World
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy
 
 

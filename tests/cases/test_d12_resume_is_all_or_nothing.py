@@ -76,7 +76,13 @@ def test_same_ranks_bit_for_bit(pools, saved, size, word, precision):
 
 @pytest.mark.parametrize(
     ("size", "word", "then_size", "then_word"),
-    [(3, "zero3", 2, "zero1"), (3, "zero1", 1, "ddp"), (1, "ddp", 3, "zero2"), (2, "zero2", 3, "ddp"), (3, "ddp", 2, "zero3")],
+    [
+        (3, "zero3", 2, "zero1"),
+        (3, "zero1", 1, "ddp"),
+        (1, "ddp", 3, "zero2"),
+        (2, "zero2", 3, "ddp"),
+        (3, "ddp", 2, "zero3"),
+    ],
 )
 def test_other_ranks_and_strategies_within_rounding(pools, saved, size, word, then_size, then_word):
     folder, losses, weights = saved(size, word, "fp32")

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tercet.errors import InputError
-from tercet.model.weights import load_model, save_folder
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 from tests.cases.test_e20_names_and_layout_survive import MODELS, random_tensors
 
 

@@ -13,7 +13,9 @@ from tercet.probe.selftest import REPAIRS, Verdict, check_collectives, find_work
 FAULTY = str(Path(__file__).with_name("faulty_selftest.py"))
 
 
-@pytest.mark.parametrize(("fault", "kind", "ranks"), [pytest.param("hang", "hang", 3, marks=pytest.mark.slow), ("zeros", "wrong", 2)])
+@pytest.mark.parametrize(
+    ("fault", "kind", "ranks"), [pytest.param("hang", "hang", 3, marks=pytest.mark.slow), ("zeros", "wrong", 2)]
+)
 def test_found_within_the_limit_and_repaired(fault, kind, ranks):
     said: list[str] = []
     verdicts: list[Verdict] = []

@@ -26,7 +26,9 @@ def test_rank_step_and_cause(cli, place):
             return plain(self, *args, **kwargs)
         m.{owner}.{name} = broken
     """)
-    process = cli.start("train", "small.yaml", "--ranks", "3", "--output", "run", "strategy=zero3", "output.checkpoint_every=4")
+    process = cli.start(
+        "train", "small.yaml", "--ranks", "3", "--output", "run", "strategy=zero3", "output.checkpoint_every=4"
+    )
     ranks = cli.rank_processes("run")
     done = cli.finish(process, 1)
     assert gone(ranks)

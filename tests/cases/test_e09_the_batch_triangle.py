@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.planner.answer import plan
-from tercet.planner.foreign import read_deepspeed
+from tercet.planner.launcher_files.read import read_deepspeed
 
 
 @pytest.mark.parametrize(("ranks", "below", "above"), [(3, 252, 258), (7, 252, 266)])
@@ -19,9 +19,7 @@ def test_a_batch_of_256_in_twos(ranks, below, above):
     )
     best = answer["strategies"][0]
     assert best["micro_batch"] == 2
-    assert (
-        best["accumulation"] * 2 * ranks - best["idle_rows"] == 256
-    )  # the effective batch is what was asked for
+    assert best["accumulation"] * 2 * ranks - best["idle_rows"] == 256  # the effective batch is what was asked for
     assert answer["work"]["tokens_per_step"] == 256 * 512
     assert any(f"{below} or {above}" in n for n in answer["notes"])
 

@@ -12,9 +12,13 @@ from tercet.training.supervise import make_plan
 def recipe(batch: int, strategy: dict[str, str]) -> Recipe:
     sizes = {"layers": "1", "width": "32", "heads": "2", "ffn": "32", "vocabulary": "67"}
     return build_recipe(
-        {"model": sizes, "data": {"train": "x", "sequence_tokens": "16"}, "strategy": strategy,
-         "train": {"batch_sequences": str(batch)}}
-    )  # fmt: skip
+        {
+            "model": sizes,
+            "data": {"train": "x", "sequence_tokens": "16"},
+            "strategy": strategy,
+            "train": {"batch_sequences": str(batch)},
+        }
+    )
 
 
 def test_the_effective_batch_is_printed():

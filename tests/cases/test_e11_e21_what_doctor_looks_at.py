@@ -53,9 +53,16 @@ def test_an_empty_environment_lists_all_causes(monkeypatch, tmp_path):
 
 
 def row(**changes: str) -> dict[str, str]:
-    return {"index": "0", "name": "RTX 4090", "temperature.gpu": "60", "power.draw": "300", "power.limit": "450",
-            "clocks_throttle_reasons.active": "0x0000000000000000", "pcie.link.width.current": "16",
-            "pcie.link.width.max": "16"} | changes  # fmt: skip
+    return {
+        "index": "0",
+        "name": "RTX 4090",
+        "temperature.gpu": "60",
+        "power.draw": "300",
+        "power.limit": "450",
+        "clocks_throttle_reasons.active": "0x0000000000000000",
+        "pcie.link.width.current": "16",
+        "pcie.link.width.max": "16",
+    } | changes
 
 
 @pytest.mark.parametrize(
@@ -74,10 +81,7 @@ def test_sensors(change, level, words):
 
 def test_a_calm_card_and_unreadable_sensors_say_nothing():
     assert sensor_findings([row()]) == []
-    assert (
-        sensor_findings([row(**{"temperature.gpu": "[N/A]", "clocks_throttle_reasons.active": "[N/A]"})])
-        == []
-    )
+    assert sensor_findings([row(**{"temperature.gpu": "[N/A]", "clocks_throttle_reasons.active": "[N/A]"})]) == []
 
 
 def test_several_cards_at_full_power_get_advice():

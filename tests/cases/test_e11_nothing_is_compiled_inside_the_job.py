@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tercet.engine.deepspeed_here import require_deepspeed
+from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError
 from tercet.spec.recipe import build_recipe
 from tercet.spec.strategy import Work, not_built, resolve, why_not

@@ -42,9 +42,7 @@ def test_sizes_named_as_valid_are_valid():
     sizes = sentence.split("divide all of them: ")[1].split(";")[0].replace(" or ", ", ").split(", ")
     assert "2" in sizes
     for size in map(int, sizes):
-        assert not refusals(
-            model, Strategy(ranks=size, tensor=size), Work(16, 64), machine_of(f"{size}x4090")
-        )
+        assert not refusals(model, Strategy(ranks=size, tensor=size), Work(16, 64), machine_of(f"{size}x4090"))
 
 
 def test_experts_and_layers_split_unevenly():
@@ -66,8 +64,7 @@ def test_impossible_counts_have_sentences():
     assert "divisor of 3" in why(moe, expert=2)[0]
     assert any("does not divide the 3 ranks" in w for w in why(DENSE, pipeline=2))
     assert (
-        "exceed the sequence"
-        in refusals(DENSE, Strategy(ranks=32, context=32), Work(16, 64), machine_of("32x4090"))[0]
+        "exceed the sequence" in refusals(DENSE, Strategy(ranks=32, context=32), Work(16, 64), machine_of("32x4090"))[0]
     )
 
 

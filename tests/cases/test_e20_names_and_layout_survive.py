@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from tercet.model.decoder import initial_tensor
-from tercet.model.weights import load_model, save_folder
 from tercet.spec.families.names import stored
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import tiny_model
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tercet.model.weights import load_model, open_weights, save_folder
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
+from tercet.weights.reading import load_model, open_weights
+from tercet.weights.writing import save_folder
 from tests.cases.test_e20_names_and_layout_survive import random_tensors
 from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import micro_batches, tiny_engine, tiny_strategy

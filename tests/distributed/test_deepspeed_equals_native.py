@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.engine import deepspeed_config
+from tercet.engine.deepspeed import config as deepspeed_config
 from tercet.parallel.world import World
 from tests.deepspeed_tiny import LAYOUTS, engine_of, layout, needs_deepspeed
 from tests.ranks import Ranks
@@ -107,9 +107,21 @@ def small_buckets(world: World, name: str, precision: str):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("zero2-cpu", "bf16"), *(pytest.param(n, p, marks=pytest.mark.slow) for n, p in
-     [("zero3", "fp32"), ("zero1", "bf16"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero2", "bf16"), ("zero3-cpu", "bf16")])],
-)  # fmt: skip
+    [
+        ("zero2-cpu", "bf16"),
+        *(
+            pytest.param(n, p, marks=pytest.mark.slow)
+            for n, p in [
+                ("zero3", "fp32"),
+                ("zero1", "bf16"),
+                ("zero1", "fp32"),
+                ("zero2", "fp32"),
+                ("zero2", "bf16"),
+                ("zero3-cpu", "bf16"),
+            ]
+        ),
+    ],
+)
 def test_tensors_larger_than_a_bucket(pools, alone, name, precision):
     """Embedding and head of a large vocabulary are: here embedding, head and feed-forward."""
     results, after, weights, _, _ = alone(precision, {}, False, False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tercet.engine.async_io import ensure_built, is_built, why_not_here
+from tercet.engine.deepspeed.async_io import ensure_built, is_built, why_not_here
 from tercet.parallel.world import World
 from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
@@ -89,8 +89,13 @@ def test_a_bad_step_changes_nothing_in_the_files(pools, tmp_path):
         assert all(torch.isfinite(torch.tensor(good)))
 
 
-CASES = [(3, "zero3-nvme-both", "bf16"), (3, "zero3-nvme", "fp32"), (2, "zero3-nvme-both", "fp32"),
-         (2, "zero3-nvme-weights", "fp32"), (1, "zero3-nvme-both", "bf16")]  # fmt: skip
+CASES = [
+    (3, "zero3-nvme-both", "bf16"),
+    (3, "zero3-nvme", "fp32"),
+    (2, "zero3-nvme-both", "fp32"),
+    (2, "zero3-nvme-weights", "fp32"),
+    (1, "zero3-nvme-both", "bf16"),
+]
 
 
 @pytest.mark.parametrize(("size", "name", "precision"), CASES)
@@ -132,7 +137,9 @@ def native_resumes(world: World, folder: Path):
 def test_another_engine_and_another_number_of_ranks_resume_with_moments(pools, tmp_path):
     saved = tmp_path / "saved"
     saved.mkdir()
-    losses, _, sizes, _, files, *_ = pools[2].run(in_files, "zero3-nvme-both", "fp32", tmp_path / "swap", saved, limit=200)[0]
+    losses, _, sizes, _, files, *_ = pools[2].run(
+        in_files, "zero3-nvme-both", "fp32", tmp_path / "swap", saved, limit=200
+    )[0]
     assert len(files) > 1, "each group in files is a file of its own, so that no rank holds all of its state"
     words, native = pools[1].run(native_resumes, saved)[0]
     assert "deepspeed" in words[-1]

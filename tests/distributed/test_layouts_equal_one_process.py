@@ -39,11 +39,18 @@ def alone(pools: dict[int, Ranks]):
 @pytest.mark.parametrize("word", STRATEGIES)
 @pytest.mark.parametrize(
     ("size", "precision", "keys"),
-    [(3, "fp32", {}), (2, "fp32", {}), (3, "bf16", {}), (3, "fp32", {"recompute": "full"}),
-     (3, "fp32", {"reduce_gradients": "once_per_step"}),
-     *(pytest.param(2, p, k, marks=pytest.mark.slow) for p, k in
-       [("bf16", {}), ("fp32", {"recompute": "full"}), ("fp32", {"reduce_gradients": "once_per_step"})])],
-)  # fmt: skip
+    [
+        (3, "fp32", {}),
+        (2, "fp32", {}),
+        (3, "bf16", {}),
+        (3, "fp32", {"recompute": "full"}),
+        (3, "fp32", {"reduce_gradients": "once_per_step"}),
+        *(
+            pytest.param(2, p, k, marks=pytest.mark.slow)
+            for p, k in [("bf16", {}), ("fp32", {"recompute": "full"}), ("fp32", {"reduce_gradients": "once_per_step"})]
+        ),
+    ],
+)
 def test_same_as_one_process(pools, alone, size, word, precision, keys):
     tied = word in ("zero1", "zero3")
     results, weights, evaluation, texts = alone[precision, tied]

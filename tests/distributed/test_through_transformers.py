@@ -10,12 +10,12 @@ import torch
 from tercet.engine.native import NativeEngine
 from tercet.errors import InputError
 from tercet.model.through_transformers import as_built
-from tercet.model.weights import open_weights
 from tercet.parallel.world import World
 from tercet.planner.ledger import ledger_for
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection, OptimSection
 from tercet.spec.strategy import Work
+from tercet.weights.reading import open_weights
 from tests.tiny import STRATEGIES, micro_batches, tiny_strategy
 from tests.transformers_tiny import save_tiny
 from tests.twins.test_ledger import ROWS_EXACT

@@ -14,8 +14,21 @@ from tercet.training.bench import add_efficiency
 
 @pytest.mark.slow
 def test_one_and_two_ranks(cli):
-    out = cli.run("bench", "small.yaml", "--ranks", "1,2", "--strategies", "ddp,zero3", "--steps", "3", "--warm-up", "1",
-                  "--output", "b", "--json")  # fmt: skip
+    out = cli.run(
+        "bench",
+        "small.yaml",
+        "--ranks",
+        "1,2",
+        "--strategies",
+        "ddp,zero3",
+        "--steps",
+        "3",
+        "--warm-up",
+        "1",
+        "--output",
+        "b",
+        "--json",
+    )
     report = json.loads(out.stdout)
     assert [(r["strategy"], r["ranks"]) for r in report["rows"]] == [("single", 1), ("ddp", 2), ("zero3", 2)]
     assert report["rehearsal"] and report["refused"] == []
@@ -50,10 +63,30 @@ def test_efficiency_is_against_the_fastest_single_rank():
 
 
 def test_unknown_figures_are_dashes():
-    row = {"strategy": "ddp", "ranks": 3, "micro_batch": 4, "accumulation": 1, "tokens_per_second": 2400.0,
-           "quartiles": [2300.0, 2500.0], "efficiency": None, "mfu": None, "peak_bytes": 18 * 10**9,
-           "communication_share": None, "predicted_tokens_per_second": None, "predicted_bytes": None}  # fmt: skip
+    row = {
+        "strategy": "ddp",
+        "ranks": 3,
+        "micro_batch": 4,
+        "accumulation": 1,
+        "tokens_per_second": 2400.0,
+        "quartiles": [2300.0, 2500.0],
+        "efficiency": None,
+        "mfu": None,
+        "peak_bytes": 18 * 10**9,
+        "communication_share": None,
+        "predicted_tokens_per_second": None,
+        "predicted_bytes": None,
+    }
     assert cells(row)[5:7] == ["-", "-"] and cells(row)[-2:] == ["-", "-"]
-    text = markdown({"recipe": "r", "steps": 1, "warm_up": 1, "rehearsal": False, "overrides": [], "rows": [row],
-                     "refused": [{"strategy": "zero9", "ranks": 3, "why": "no"}]})  # fmt: skip
+    text = markdown(
+        {
+            "recipe": "r",
+            "steps": 1,
+            "warm_up": 1,
+            "rehearsal": False,
+            "overrides": [],
+            "rows": [row],
+            "refused": [{"strategy": "zero9", "ranks": 3, "why": "no"}],
+        }
+    )
     assert "rehearsal" not in text.lower() and "Refused: zero9 on 3 ranks: no" in text

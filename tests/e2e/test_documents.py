@@ -12,16 +12,23 @@ from tests.deepspeed_tiny import needs_deepspeed
 pytestmark = needs_deepspeed
 RECIPES = {"three-4090-llama-1.2b-zero3": (3, 1), "three-4090-deepseek-7b-zero2-offload": (2, 1)}
 SMALL = (
-    "model.layers=2", "model.width=64", "model.heads=4", "model.ffn=96", "model.vocabulary=300",
-    "data.sequence_tokens=64", "optim.warmup_steps=2",
-)  # fmt: skip
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=4",
+    "model.ffn=96",
+    "model.vocabulary=300",
+    "data.sequence_tokens=64",
+    "optim.warmup_steps=2",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trains_resumes_exports(cli, recipe):
     zero, accumulation = RECIPES[recipe]
-    out = cli.run("train", recipe, *SMALL, "train.steps=4", "output.checkpoint_every=2", "--ranks", "3", "--output", "run")
+    out = cli.run(
+        "train", recipe, *SMALL, "train.steps=4", "output.checkpoint_every=2", "--ranks", "3", "--output", "run"
+    )
     assert f"deepspeed-zero{zero} on 3 ranks" in out.stderr
     assert f"accumulation {accumulation} x ranks 3; effective batch 12 sequences" in out.stderr
     config = json.loads((cli.folder / "run" / "ds_config.json").read_text())

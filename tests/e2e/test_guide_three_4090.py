@@ -18,8 +18,15 @@ from tests.deepspeed_tiny import needs_deepspeed
 
 ROOT = Path(__file__).parents[2]
 GUIDE, CHINESE = (ROOT / "docs" / part / "guides" / "three-4090.md" for part in (".", "zh"))
-TINY = ["model.layers=2", "model.width=64", "model.heads=4", "model.ffn=96", "model.vocabulary=300",
-        "data.sequence_tokens=64", "optim.warmup_steps=2"]  # fmt: skip
+TINY = [
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=4",
+    "model.ffn=96",
+    "model.vocabulary=300",
+    "data.sequence_tokens=64",
+    "optim.warmup_steps=2",
+]
 PROGRAMS = ("tercet", "accelerate", "torchrun")
 
 
@@ -53,11 +60,21 @@ def small(words: list[str]) -> list[str]:
 
 def run(cli: Cli, words: list[str], code: int) -> str:
     script = Path(sys.executable).with_name(words[0])
-    environment = {**cli.environment, "PATH": f"{script.parent}{os.pathsep}{cli.environment['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **cli.environment,
+        "PATH": f"{script.parent}{os.pathsep}{cli.environment['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [str(script), *words[1:]], cwd=cli.folder, env=environment, text=True, stdin=subprocess.DEVNULL,
-        capture_output=True, timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
+        [str(script), *words[1:]],
+        cwd=cli.folder,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
     assert done.returncode == code, f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr

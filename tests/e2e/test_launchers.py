@@ -42,11 +42,21 @@ TINY = ("train.steps=3", "train.evaluate_every=0", "output.checkpoint_every=0", 
 def launch(cli: Cli, *command: str, code: int = 0) -> str:
     """Run a launcher of this Python in the folder; return what it printed."""
     script = Path(sys.executable).with_name(command[0])
-    environment = {**cli.environment, "PATH": f"{script.parent}{os.pathsep}{cli.environment['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **cli.environment,
+        "PATH": f"{script.parent}{os.pathsep}{cli.environment['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
-        [str(script), *command[1:]], cwd=cli.folder, env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        [str(script), *command[1:]],
+        cwd=cli.folder,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         out, _ = process.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -61,16 +71,31 @@ def launch(cli: Cli, *command: str, code: int = 0) -> str:
 @pytest.mark.slow
 def test_accelerate_with_the_published_file_made_whole(cli):
     (cli.folder / "published.yaml").write_text(PUBLISHED)
-    refused = launch(cli, "accelerate", "launch", "--config_file", "published.yaml", "-m", "tercet", "--version", code=1)
+    refused = launch(
+        cli, "accelerate", "launch", "--config_file", "published.yaml", "-m", "tercet", "--version", code=1
+    )
     assert "distributed_type" in refused
     said = cli.run("plan", "--accelerate-config", "published.yaml", "--write", "fixed.yaml").stdout
     assert "add distributed_type: DEEPSPEED" in said
     assert "dead: deepspeed_config.load_from_fp32_weights" in said
     assert "strategy.engine=deepspeed strategy.zero=3" in said
     out = launch(
-        cli, "accelerate", "launch", "--config_file", "fixed.yaml", "-m", "tercet", "train", "small.yaml",
-        "strategy.engine=deepspeed", "strategy.zero=3", "train.precision=bf16", *TINY, "--output", "run",
-    )  # fmt: skip
+        cli,
+        "accelerate",
+        "launch",
+        "--config_file",
+        "fixed.yaml",
+        "-m",
+        "tercet",
+        "train",
+        "small.yaml",
+        "strategy.engine=deepspeed",
+        "strategy.zero=3",
+        "train.precision=bf16",
+        *TINY,
+        "--output",
+        "run",
+    )
     assert "started by accelerate launch: 3 ranks, each on the cpu" in out
     assert "mixed_precision is fp16 in the launcher's file; the recipe counts: train.precision is bf16" in out
     assert "deepspeed-zero3 on 3 ranks" in out
@@ -85,9 +110,22 @@ def test_accelerate_with_the_published_file_made_whole(cli):
 def test_deepspeeds_own_launcher(cli):
     # It puts --local_rank before the command unless told not to, and counts a CPU machine as it likes.
     out = launch(
-        cli, "deepspeed", "--num_gpus", "2", "--master_port", "29517", "--module", "tercet", "train", "small.yaml",
-        "strategy.engine=deepspeed", "strategy.zero=2", *TINY, "--output", "run",
-    )  # fmt: skip
+        cli,
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        "29517",
+        "--module",
+        "tercet",
+        "train",
+        "small.yaml",
+        "strategy.engine=deepspeed",
+        "strategy.zero=2",
+        *TINY,
+        "--output",
+        "run",
+    )
     assert "started by deepspeed: 2 ranks, each on the cpu" in out
     assert len(cli.losses("run")) == 3
 
@@ -99,7 +137,9 @@ def test_shipped_files_agree_with_the_shipped_recipes(name):
     from tercet.spec.strategy import Work, resolve
 
     text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
-    recipe_name = next(w for line in text.splitlines() if "-m tercet train" in line for w in line.split() if w.startswith("three-"))
+    recipe_name = next(
+        w for line in text.splitlines() if "-m tercet train" in line for w in line.split() if w.startswith("three-")
+    )
     content = yaml.safe_load(text)
     recipe = load_recipe(recipe_name)
     work = Work.of(recipe)
@@ -117,7 +157,11 @@ def test_shipped_files_agree_with_the_shipped_recipes(name):
 
 
 def test_contradictions_name_both_values():
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_MIXED_PRECISION": "no"}
+    environment = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     asked = asked_by_launcher(environment)
     found = contradictions(asked, Strategy(engine="deepspeed", zero=2, ranks=3), "bf16")
     assert found == {"strategy.zero": ("3", "2")}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.engine.async_io import built_in, ensure_built, why_not_here
+from tercet.engine.deepspeed.async_io import built_in, ensure_built, why_not_here
 from tests.deepspeed_tiny import needs_deepspeed
 
 pytestmark = [needs_deepspeed, pytest.mark.slow]
-KEYS = ("model.width=512", "model.ffn=1024", "train.steps=12", "train.precision=bf16", "output.checkpoint_every=4",
-        "strategy.engine=deepspeed", "strategy.offload.optimizer=nvme", "strategy.offload.weights=nvme")  # fmt: skip
+KEYS = (
+    "model.width=512",
+    "model.ffn=1024",
+    "train.steps=12",
+    "train.precision=bf16",
+    "output.checkpoint_every=4",
+    "strategy.engine=deepspeed",
+    "strategy.offload.optimizer=nvme",
+    "strategy.offload.weights=nvme",
+)
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def test_killed_resumed_exported(nvme):
     assert not list(drive.iterdir())
     nvme.inject(
         """
-        import tercet.engine.deepspeed as module
+        import tercet.engine.deepspeed.engine as module
         step = module.DeepSpeedEngine.step
         def killed(self, *a, **k):
             if RANK == 1 and self.steps_done == 6:

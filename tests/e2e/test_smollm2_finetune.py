@@ -42,7 +42,10 @@ def write(path, names):
 
 
 def test_loss_falls_and_the_fact_is_learnt(tmp_path):
-    write(tmp_path / "rows.jsonl", ["Ada", "Bo", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jo", "Kai", "Lea"] * 4)
+    write(
+        tmp_path / "rows.jsonl",
+        ["Ada", "Bo", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jo", "Kai", "Lea"] * 4,
+    )
     write(tmp_path / "held.jsonl", ["Mia", "Nils", "Ole"])
     (tmp_path / "tune.yaml").write_text(RECIPE)
     run = [sys.executable, "-m", "tercet", "train", "tune.yaml", "--output", "run", "--ranks", "1"]
@@ -56,5 +59,7 @@ def test_loss_falls_and_the_fact_is_learnt(tmp_path):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.spec.tied
     text = [sys.executable, "-m", "tercet", "generate", "run", "Question from Zoe: what is the capital of the land of"]
-    answer = subprocess.run([*text, "--tokens", "12"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(
+        [*text, "--tokens", "12"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300
+    )
     assert "Threepoint" in answer.stdout

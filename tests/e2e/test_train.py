@@ -13,9 +13,18 @@ import yaml
 def test_the_run_folder_is_complete(finished):
     cli, run = finished
     folder = cli.folder / run
-    for name in ("recipe.yaml", "plan.json", "events.jsonl", "summary.json", "report.html", "model/config.json",
-                 "model/model.safetensors", "model/tokenizer.json", "logs/rank-2.log",
-                 "checkpoints/step-000030/manifest.json"):  # fmt: skip
+    for name in (
+        "recipe.yaml",
+        "plan.json",
+        "events.jsonl",
+        "summary.json",
+        "report.html",
+        "model/config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+        "logs/rank-2.log",
+        "checkpoints/step-000030/manifest.json",
+    ):
         assert (folder / name).is_file(), name
     assert not (folder / "run.lock").exists()
     assert list((folder / "tensorboard").iterdir())
@@ -95,10 +104,27 @@ def test_started_by_torchrun(cli):
     import subprocess
 
     process = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tercet", "train",
-         "small.yaml", "train.steps=4", "output.folder=run"],
-        cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tercet",
+            "train",
+            "small.yaml",
+            "train.steps=4",
+            "output.folder=run",
+        ],
+        cwd=cli.folder,
+        env=cli.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     assert len(cli.losses("run")) == 4
     assert json.loads((cli.folder / "run" / "summary.json").read_text())["ranks"] == 2

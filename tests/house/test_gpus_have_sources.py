@@ -21,9 +21,7 @@ def test_every_number_has_a_source(card):
     for key, value in TABLE[card].items():
         if key in ("arch", "note"):
             continue
-        assert isinstance(value, list) and value[-1] in TABLE["sources"], (
-            f"{card}: {key} = {value} names no source"
-        )
+        assert isinstance(value, list) and value[-1] in TABLE["sources"], f"{card}: {key} = {value} names no source"
         assert all(isinstance(v, int | float) for v in value[:-1])
 
 
@@ -34,10 +32,29 @@ def test_every_source_is_used_and_says_where():
 
 
 def test_the_reference_cards_are_there():
-    wanted = {"RTX 3060 12GB", "RTX 3090", "RTX 3090 Ti", "RTX 4060 Ti 16GB", "RTX 5060 Ti 16GB", "RTX 4080",
-              "RTX 4090", "RTX 4090 48GB (modified)", "RTX 5080", "RTX 5090", "RTX A6000", "RTX 6000 Ada", "L40S",
-              "RTX PRO 6000 Blackwell", "A10G 24GB", "A100 PCIe 80GB", "A100 SXM 40GB", "A100 SXM 80GB",
-              "H100 PCIe 80GB", "H100 SXM 80GB", "H200 SXM 141GB"}  # fmt: skip
+    wanted = {
+        "RTX 3060 12GB",
+        "RTX 3090",
+        "RTX 3090 Ti",
+        "RTX 4060 Ti 16GB",
+        "RTX 5060 Ti 16GB",
+        "RTX 4080",
+        "RTX 4090",
+        "RTX 4090 48GB (modified)",
+        "RTX 5080",
+        "RTX 5090",
+        "RTX A6000",
+        "RTX 6000 Ada",
+        "L40S",
+        "RTX PRO 6000 Blackwell",
+        "A10G 24GB",
+        "A100 PCIe 80GB",
+        "A100 SXM 40GB",
+        "A100 SXM 80GB",
+        "H100 PCIe 80GB",
+        "H100 SXM 80GB",
+        "H200 SXM 141GB",
+    }
     assert wanted <= set(CARDS)
 
 

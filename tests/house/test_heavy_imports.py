@@ -21,11 +21,17 @@ print("HEAVY", heavy)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["plan", "first-light"], ["plan", "deepseek-llm-7b", "--gpus", "3x4090"]]
+    "arguments",
+    [["--help"], ["train", "--help"], ["plan", "first-light"], ["plan", "deepseek-llm-7b", "--gpus", "3x4090"]],
 )
 def test_no_heavy_import(arguments, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", CODE.format(arguments=arguments)], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+        [sys.executable, "-c", CODE.format(arguments=arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout

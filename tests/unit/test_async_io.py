@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.deepspeed_tiny import needs_deepspeed
 
-from tercet.engine import async_io
-from tercet.engine.async_io import ensure_built, is_built, require_direct_files, why_not_here
+from tercet.engine.deepspeed import async_io
+from tercet.engine.deepspeed.async_io import ensure_built, is_built, require_direct_files, why_not_here
 from tercet.errors import InputError
 
 

@@ -44,8 +44,10 @@ def test_rows_in_are_rows_used_and_rows_dropped(tmp_path):
     assert dropped == {"empty text": 3, "null text": 1, "wrong type": 1, "too long": 1}
     assert report["dropped"]["train"]["too long"]["places"] == [f"{path}, line 6, column 1"]
     assert report["dropped"]["train"]["empty text"]["places"] == [
-        f"{path}, line 2, column 10", f"{path}, line 3, column 10", f"{path}, line 9, column 10",
-    ]  # fmt: skip
+        f"{path}, line 2, column 10",
+        f"{path}, line 3, column 10",
+        f"{path}, line 9, column 10",
+    ]
     text = "\n".join(lines(report))
     assert "10 read = 4 to train + 0 held out + 6 dropped" in text and "line 9, column 10" in text
     assert report["tokens"]["train"] == sum(map(len, documents(prepared)))
@@ -207,9 +209,12 @@ def test_progress_and_phases(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [sentence(n) for n in range(50)])
     seen = {}
     prepare(
-        section(tmp_path, path), vocabulary=300, model_tokenizer=None, seed=0,
+        section(tmp_path, path),
+        vocabulary=300,
+        model_tokenizer=None,
+        seed=0,
         progress=lambda done, total, phase: seen.setdefault(phase, []).append((done, total)),
-    )  # fmt: skip
+    )
     assert list(seen) == ["hash", "check", "train tokenizer", "tokenize"]
     for steps in seen.values():
         assert steps == sorted(steps)

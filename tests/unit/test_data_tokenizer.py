@@ -98,10 +98,16 @@ def test_settings_of_the_file_that_cut_or_fill_are_switched_off(trained, tmp_pat
 @pytest.mark.parametrize("fallback", [True, False])
 def test_sentencepiece_gives_its_own_ids(tmp_path, kind, rule, fallback):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=400, model_type=kind,
-        byte_fallback=fallback, normalization_rule_name=rule, remove_extra_whitespaces=rule == "nmt_nfkc",
-        minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=400,
+        model_type=kind,
+        byte_fallback=fallback,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=rule == "nmt_nfkc",
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     ours = tokenizer.load(tmp_path / "m.model")
     assert [i.tolist() for i in ours.encode(PROBES)] == [original.encode(t) for t in PROBES]

@@ -11,8 +11,14 @@ from tercet.spec.blocks.gqa import GQA
 from tercet.spec.families import describe, from_config, preset
 from tercet.spec.recipe import ModelSection
 
-LLAMA = {"model_type": "llama", "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 44}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 44,
+}
 
 
 def read(config):
@@ -106,8 +112,11 @@ def test_a_hub_name_that_is_known_needs_no_download():
 
 
 def test_sizes_may_be_overridden():
-    model = describe(ModelSection(preset="deepseek-v3", layers=5, dense_layers=1, experts=16, expert_groups=4,
-                                  groups_per_token=2, mtp_depth=0))  # fmt: skip
+    model = describe(
+        ModelSection(
+            preset="deepseek-v3", layers=5, dense_layers=1, experts=16, expert_groups=4, groups_per_token=2, mtp_depth=0
+        )
+    )
     assert len(model.layers) == 5
     assert model.layers[0].feedforward.ffn == 18_432
     assert model.layers[1].feedforward.experts == 16

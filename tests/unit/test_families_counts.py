@@ -11,12 +11,30 @@ from tercet.spec.model import Model
 
 # Totals in the model cards and papers of the authors, in billions, as they round them.
 PUBLISHED = {
-    "deepseek-llm-7b": 6.91, "deepseek-llm-67b": 67.4, "deepseek-moe-16b": 16.4, "deepseek-v2-lite": 15.7,
-    "deepseek-v2": 236, "deepseek-v3": 671, "llama-2-7b": 6.74, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6,
-    "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09,
-    "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5, "qwen3-8b": 8.2, "qwen3-14b": 14.8,
-    "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "smollm2-135m": 0.135, "mistral-7b": 7.25,
-}  # fmt: skip
+    "deepseek-llm-7b": 6.91,
+    "deepseek-llm-67b": 67.4,
+    "deepseek-moe-16b": 16.4,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v2": 236,
+    "deepseek-v3": 671,
+    "llama-2-7b": 6.74,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.2-1b": 1.24,
+    "llama-3.2-3b": 3.21,
+    "qwen2.5-0.5b": 0.49,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7,
+    "qwen2.5-32b": 32.5,
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "smollm2-135m": 0.135,
+    "mistral-7b": 7.25,
+}
 ACTIVE = {"deepseek-v3": 37, "deepseek-v2": 21, "deepseek-moe-16b": 2.8, "qwen3-30b-a3b": 3.3, "deepseek-v2-lite": 2.4}
 
 

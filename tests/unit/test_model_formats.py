@@ -14,10 +14,11 @@ from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import tiny_model
 
 from tercet.errors import InputError
-from tercet.model.pickled import import_bin
-from tercet.model.weights import load_model, open_weights, save_folder
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
+from tercet.weights.pickled import import_bin
+from tercet.weights.reading import load_model, open_weights
+from tercet.weights.writing import save_folder
 
 
 @pytest.fixture
@@ -214,7 +215,10 @@ def test_generation_settings_and_template_are_kept(folder, tmp_path):
     save_folder(tmp_path / "out", spec, random_tensors(spec).items(), torch.bfloat16, source, {"bos": 1, "eos": None})
     out = tmp_path / "out"
     assert json.loads((out / "generation_config.json").read_text()) == {
-        "temperature": 0.6, "eos_token_id": [5, 6], "bos_token_id": 1}  # fmt: skip
+        "temperature": 0.6,
+        "eos_token_id": [5, 6],
+        "bos_token_id": 1,
+    }
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert load_model(out).spec.tensors() == load_model(folder).spec.tensors()
     assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}

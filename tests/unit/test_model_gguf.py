@@ -9,9 +9,10 @@ from tests.cases.test_e20_names_and_layout_survive import random_tensors
 from tests.tiny import tiny_model
 
 from tercet.errors import InputError
-from tercet.model.weights import load_model, save_folder
 from tercet.spec.families import describe
 from tercet.spec.recipe import ModelSection
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 
 gguf = pytest.importorskip("gguf")
 
@@ -72,9 +73,15 @@ CASES = {
     "llama-tied-biases": {"tied": True, "kv_heads": 1},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "head_dim": 16},
-    "qwen3moe": {"family": "qwen3_moe", "head_dim": 16, "experts": 4, "experts_per_token": 2, "expert_ffn": 8,
-                 "normalize_experts": True},
-}  # fmt: skip
+    "qwen3moe": {
+        "family": "qwen3_moe",
+        "head_dim": 16,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn": 8,
+        "normalize_experts": True,
+    },
+}
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -108,8 +115,13 @@ def test_llama3_scaling_follows_from_the_frequency_table(tmp_path):
     from tercet.model.rope import scaled_frequencies
     from tercet.spec.model import Rope
 
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     spec = tiny_model(head_dim=64, rope_theta=500_000.0, rope_scaling=scaling)
     position = torch.zeros(1, 1, dtype=torch.int64)
     plain = scaled_frequencies(Rope(500_000.0), 64, position)[0]

@@ -15,10 +15,11 @@ from tests.cases.test_e20_names_and_layout_survive import random_tensors
 from tests.tiny import tiny_model
 
 from tercet.errors import InputError, TercetError
-from tercet.model import hub
-from tercet.model.hub import ensure_here, fetch
-from tercet.model.weights import load_model, save_folder
 from tercet.spec.recipe import ModelSection
+from tercet.weights import hub
+from tercet.weights.hub import ensure_here, fetch
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -75,8 +76,10 @@ class Server:
             }
             return self.send(request, 200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
         if path == "/api/v1/models/acme/tiny/repo/files":
-            listed = [{"Path": n, "Size": len(c), "Sha256": hashlib.sha256(c).hexdigest(), "Type": "blob"}
-                      for n, c in self.files.items()]  # fmt: skip
+            listed = [
+                {"Path": n, "Size": len(c), "Sha256": hashlib.sha256(c).hexdigest(), "Type": "blob"}
+                for n, c in self.files.items()
+            ]
             return self.send(request, 200, json.dumps({"Data": {"Files": listed}}).encode(), {}, body)
         for prefix in (
             f"/acme/tiny/resolve/{COMMIT}/",
@@ -98,8 +101,11 @@ class Server:
     def send_file(self, request, name, body):
         content = self.files[name]
         if self.elsewhere and name.endswith(".safetensors"):
-            linked = {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(content)),
-                      "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"'}  # fmt: skip
+            linked = {
+                "X-Repo-Commit": COMMIT,
+                "X-Linked-Size": str(len(content)),
+                "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
+            }
             return self.send(request, 302, b"", {"Location": self.elsewhere + request.path, **linked}, body)
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',

@@ -80,18 +80,29 @@ def test_the_way_out_that_a_refusal_names_is_true(answer):
 
 
 def test_a_refusal_may_name_shorter_sequences_or_more_cards():
-    small = plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full"], gpus="3x4060 Ti", sequence="64k",
-                 batch="3")  # fmt: skip
+    small = plan(
+        "llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full"], gpus="3x4060 Ti", sequence="64k", batch="3"
+    )
     model_longer = "model.context_tokens=65536"
     why = [w for r in small["refused"] for w in r["why"]]
     assert any("exceeds the model's context" in w for w in why)
-    small = plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full", model_longer], gpus="3x4060 Ti",
-                 sequence="64k", batch="3")  # fmt: skip
+    small = plan(
+        "llama-1.2b-32k",
+        ["strategy=zero3", "strategy.recompute=full", model_longer],
+        gpus="3x4060 Ti",
+        sequence="64k",
+        batch="3",
+    )
     (why,) = small["refused"][0]["why"]
     tokens = int(why.split("; ")[1].split()[0])
     assert tokens < 65536
-    assert plan("llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full", model_longer], gpus="3x4060 Ti",
-                sequence=str(tokens), batch="3")["strategies"]  # fmt: skip
+    assert plan(
+        "llama-1.2b-32k",
+        ["strategy=zero3", "strategy.recompute=full", model_longer],
+        gpus="3x4060 Ti",
+        sequence=str(tokens),
+        batch="3",
+    )["strategies"]
     large = plan("deepseek-llm-7b", ["strategy=zero3"], gpus="3x4090")
     assert not large["strategies"]
     (why,) = large["refused"][0]["why"]
@@ -183,9 +194,16 @@ def test_an_unknown_architecture_says_which_keys(tmp_path):
 
 
 def test_a_model_folder_is_planned_from_its_config_alone(tmp_path):
-    config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 4,
-              "intermediate_size": 128, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = plan(str(tmp_path), [], gpus="1x4090")
     assert found["model"]["layers"] == 2 and found["work"]["sequence_tokens"] == 128

@@ -18,8 +18,16 @@ from tercet.spec import machine
 from tercet.spec.recipe import build_recipe
 from tercet.spec.strategy import Work, resolve
 
-RATES = {"matmul_fp32": 2e11, "matmul_bf16": 4e11, "memory": 2e10, "all_reduce": 1e9, "all_gather": 5e8,
-         "reduce_scatter": 5e8, "collective_latency": 3e-4, "cpu_adam": 1e9}  # fmt: skip
+RATES = {
+    "matmul_fp32": 2e11,
+    "matmul_bf16": 4e11,
+    "memory": 2e10,
+    "all_reduce": 1e9,
+    "all_gather": 5e8,
+    "reduce_scatter": 5e8,
+    "collective_latency": 3e-4,
+    "cpu_adam": 1e9,
+}
 # What the machine of these tests "really" reaches.
 TRUTH = {"cpu_share": 0.6, "cpu_process_bytes": 700e6}
 
@@ -35,10 +43,19 @@ def here(tmp_path, monkeypatch):
 
 
 def recipe_of(width: int, batch: int):
-    tree = {"model": {"layers": "4", "width": str(width), "heads": "4", "ffn": str(3 * width), "vocabulary": "1024",
-                      "context_tokens": "512"},
-            "data": {"train": "-", "sequence_tokens": "512"}, "train": {"batch_sequences": str(batch), "steps": "50"},
-            "strategy": {"micro_batch": "2"}}  # fmt: skip
+    tree = {
+        "model": {
+            "layers": "4",
+            "width": str(width),
+            "heads": "4",
+            "ffn": str(3 * width),
+            "vocabulary": "1024",
+            "context_tokens": "512",
+        },
+        "data": {"train": "-", "sequence_tokens": "512"},
+        "train": {"batch_sequences": str(batch), "steps": "50"},
+        "strategy": {"micro_batch": "2"},
+    }
     return build_recipe(tree)
 
 
@@ -52,14 +69,22 @@ def write_run(folder, width: int, batch: int, ranks: int, **summary):
     (folder / "plan.json").write_text(
         json.dumps({"ranks": ranks, "strategy": asdict(strategy), "machine": {"kind": "cpu", "card": None}})
     )
-    measured = {"finished": True, "steps": 50, "device": "cpu", "tokens_per_second": found["tokens_per_second"],
-                "peak_bytes_per_rank": [sum(found["ledger"].values())] * ranks, **summary}  # fmt: skip
+    measured = {
+        "finished": True,
+        "steps": 50,
+        "device": "cpu",
+        "tokens_per_second": found["tokens_per_second"],
+        "peak_bytes_per_rank": [sum(found["ledger"].values())] * ranks,
+        **summary,
+    }
     (folder / "summary.json").write_text(json.dumps(measured))
     return str(folder)
 
 
 def test_the_constants_that_made_the_runs_are_found_and_used(here, tmp_path):
-    folders = [write_run(tmp_path / f"run{n}", w, 12, r) for n, (w, r) in enumerate([(64, 1), (128, 2), (256, 3), (512, 3)])]
+    folders = [
+        write_run(tmp_path / f"run{n}", w, 12, r) for n, (w, r) in enumerate([(64, 1), (128, 2), (256, 3), (512, 3)])
+    ]
     before = plan_speed()
     done = CliRunner().invoke(app, ["calibrate", *folders, "--json"])
     assert done.exit_code == 0, done.output
@@ -77,8 +102,11 @@ def test_the_constants_that_made_the_runs_are_found_and_used(here, tmp_path):
 
 
 def plan_speed() -> float:
-    return predict(recipe_of(128, 12), resolve(recipe_of(128, 12).strategy, 2, Work.of(recipe_of(128, 12))),
-                   machine.this_machine(2))["tokens_per_second"]  # fmt: skip
+    return predict(
+        recipe_of(128, 12),
+        resolve(recipe_of(128, 12).strategy, 2, Work.of(recipe_of(128, 12))),
+        machine.this_machine(2),
+    )["tokens_per_second"]
 
 
 def test_one_run_does_not_bend_what_it_says_nothing_about(here, tmp_path):

@@ -13,9 +13,12 @@ def tercet(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     import os
 
     return subprocess.run(
-        [sys.executable, "-m", "tercet", *arguments], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "tercet", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_json_on_stdout():

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tercet.errors import InputError
-from tercet.planner.foreign import read_accelerate, read_deepspeed
-from tercet.planner.foreign_plan import plan_from_files
+from tercet.planner.launcher_files.plan import plan_from_files
+from tercet.planner.launcher_files.read import read_accelerate, read_deepspeed
 
 # The settings of a published set-up: ZeRO-3 through Accelerate, without the key that would switch it on.
 WITHOUT_TYPE = """\
@@ -96,7 +96,7 @@ def test_zero2_with_the_optimizer_on_the_host(tmp_path):
         ({"fp16": True}, "fp16", "refused", "section"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing", "dead", "recompute"),
     ],
-)  # fmt: skip
+)
 def test_keys_of_a_deepspeed_file(change, key, kind, words):
     reading = read_deepspeed({**ZERO2_HOST, **change}, "ds.json", 3)
     assert (key, kind) in [(k, n) for k, n, _ in reading.findings]
@@ -123,9 +123,18 @@ def test_values_that_cannot_be(content, words):
 
 def test_fsdp_and_broken_files(tmp_path):
     reading = read_accelerate(
-        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD",
-         "fsdp_reshard_after_forward": False, "fsdp_auto_wrap_polcy": "x"}, "num_proceses": 3}, "a.yaml",
-    )  # fmt: skip
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_reshard_after_forward": False,
+                "fsdp_auto_wrap_polcy": "x",
+            },
+            "num_proceses": 3,
+        },
+        "a.yaml",
+    )
     assert reading.zero == 2
     found = kinds(reading)
     assert found["fsdp_sharding_strategy"] == "dead"

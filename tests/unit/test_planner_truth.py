@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.published import read_row
 
 from tercet.planner import calibrate
 from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants, about, load
-from tercet.planner.published import read_row
 
 ROOT = Path(__file__).parents[2]
 RAW = json.loads((ROOT / "bench/measurements.json").read_text(encoding="utf-8"))

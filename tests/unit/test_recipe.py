@@ -26,7 +26,9 @@ def test_numbers_are_read_by_the_declared_type(tmp_path, where):
     keys = {"optim.lr": "1e-4", "train.steps": "1_000", "data.sequence_tokens": "4k", "train.batch_sequences": "2k"}
     if where == "file":
         path = tmp_path / "r.yaml"
-        path.write_text("optim: {lr: 1e-4}\ntrain: {steps: 1_000, batch_sequences: 2k}\ndata: {train: x, sequence_tokens: 4k}\n")
+        path.write_text(
+            "optim: {lr: 1e-4}\ntrain: {steps: 1_000, batch_sequences: 2k}\ndata: {train: x, sequence_tokens: 4k}\n"
+        )
         recipe = load_recipe(path)
     else:
         recipe = build(*(f"{k}={v}" for k, v in keys.items()))
@@ -38,15 +40,25 @@ def test_numbers_are_read_by_the_declared_type(tmp_path, where):
 
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
-    [(parse_bytes, "24GB", 24 * 10**9), (parse_bytes, "24GiB", 24 * 2**30), (parse_bytes, "512", 512),
-     (parse_count, "1.5B", 1_500_000_000), (parse_count, "64Ki", 65536), (parse_token_length, "8k", 8192),
-     (parse_seconds, "2h", 7200.0), (parse_seconds, "1.5m", 90.0)],
-)  # fmt: skip
+    [
+        (parse_bytes, "24GB", 24 * 10**9),
+        (parse_bytes, "24GiB", 24 * 2**30),
+        (parse_bytes, "512", 512),
+        (parse_count, "1.5B", 1_500_000_000),
+        (parse_count, "64Ki", 65536),
+        (parse_token_length, "8k", 8192),
+        (parse_seconds, "2h", 7200.0),
+        (parse_seconds, "1.5m", 90.0),
+    ],
+)
 def test_units(parse, text, value):
     assert parse(text) == value
 
 
-@pytest.mark.parametrize(("parse", "text"), [(parse_bytes, "24 parsecs"), (parse_count, "1.5"), (parse_count, "4 GBB"), (parse_seconds, "soon")])
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(parse_bytes, "24 parsecs"), (parse_count, "1.5"), (parse_count, "4 GBB"), (parse_seconds, "soon")],
+)
 def test_bad_units_show_the_value(parse, text):
     with pytest.raises(ValueError, match=text.split()[0]):
         parse(text)

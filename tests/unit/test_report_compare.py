@@ -29,9 +29,7 @@ def test_the_rows_are_the_ledgers():
 
 def test_memory_is_the_fullest_rank_at_both_moments():
     plan = {"moments": {"between_steps": {"weights": 400}, "peak": {"weights": 1200}}}
-    summary = {
-        "memory": {"between_steps": [{"weights": 400}, {"weights": 380}], "peak": [{"weights": 1000}] * 2}
-    }
+    summary = {"memory": {"between_steps": [{"weights": 400}, {"weights": 380}], "peak": [{"weights": 1000}] * 2}}
     rows = compare(plan, summary)
     between, peak = by_name(rows, "between steps")["weights"], by_name(rows, "at the peak")["weights"]
     assert (between["predicted"], between["measured"], between["error"]) == (400, 400, 0)
@@ -55,9 +53,7 @@ def test_missing_figures_are_none_and_never_zero():
     assert peak["logits"]["predicted"] is None and peak["logits"]["measured"] is None
 
 
-@pytest.mark.parametrize(
-    "broken", [None, "much", [], {"peak": None}, {"peak": [None]}, {"peak": [{"weights": "x"}]}]
-)
+@pytest.mark.parametrize("broken", [None, "much", [], {"peak": None}, {"peak": [None]}, {"peak": [{"weights": "x"}]}])
 def test_what_is_no_number_counts_as_missing(broken):
     for rows in (
         compare({"moments": broken}, {}),
@@ -87,9 +83,7 @@ def test_a_whole_is_not_predicted_from_parts_or_for_an_unknown_device():
 
 def test_time_rows_and_the_parts_that_both_sides_have():
     plan = {"tokens_per_second": 600, "step_seconds": 1.5, "clock": {"matmul": 1.0, "loss": 0.5}}
-    rows = by_name(
-        compare(plan, {"tokens_per_second": 500, "step_seconds": None, "clock": {"loss": 0.4}}), "time"
-    )
+    rows = by_name(compare(plan, {"tokens_per_second": 500, "step_seconds": None, "clock": {"loss": 0.4}}), "time")
     assert rows["tokens per second"]["error"] == pytest.approx(0.2)
     assert rows["step"]["measured"] is None
     assert rows["loss"]["error"] == pytest.approx(0.25)

@@ -123,9 +123,7 @@ def test_the_page_needs_nothing_from_anywhere(tmp_path):
     for tag, attributes in page.seen:
         for name in ("src", "href"):
             assert attributes.get(name) in (None, "data:,"), (tag, attributes)
-    assert next(m for m in page.all("meta") if m.get("name") == "viewport")["content"].startswith(
-        "width=device-width"
-    )
+    assert next(m for m in page.all("meta") if m.get("name") == "viewport")["content"].startswith("width=device-width")
     assert "prefers-color-scheme: dark" in text
     assert path.stat().st_size < 60_000
 
@@ -135,8 +133,7 @@ def test_a_long_run_keeps_the_page_small_and_every_spike(tmp_path):
     fake.begin()
     row = {"event": "step", "grad_norm": 1.0, "lr": 1e-3, "tokens": 10, "seconds": 1.0}
     lines = [
-        json.dumps({**row, "time": i, "step": i, "loss": 77.25 if i == 12_345 else 2 + 1 / i})
-        for i in range(1, 20_001)
+        json.dumps({**row, "time": i, "step": i, "loss": 77.25 if i == 12_345 else 2 + 1 / i}) for i in range(1, 20_001)
     ]
     with fake.run.events.open("a") as file:
         file.write("\n".join(lines) + "\n")
@@ -169,9 +166,7 @@ def test_texts_are_escaped_and_shown_as_they_are(tmp_path):
     fake = FakeRun(tmp_path / "run", name="</title><script>alert(1)</script>")
     fake.begin()
     fake.step(1)
-    nasty = (
-        "</p></script><img src=x onerror=alert(1)> & \"quotes\" 'q' {{ 7*7 }} 列表推导式 \u202e\x00\x07 end"
-    )
+    nasty = "</p></script><img src=x onerror=alert(1)> & \"quotes\" 'q' {{ 7*7 }} 列表推导式 \u202e\x00\x07 end"
     fake.event("sample", step=1, prompt="提示 <b>", text=nasty)
     fake.event("skip", step=2, loss="nan", grad_norm="nan", where="<i>rank</i>")
     path = write_report(fake.run)

@@ -27,9 +27,7 @@ def events_written() -> dict[str, set[str]]:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
                 continue
             kinds = [
-                c.value
-                for c in ast.walk(node.args[0])
-                if isinstance(c, ast.Constant) and isinstance(c.value, str)
+                c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant) and isinstance(c.value, str)
             ]
             if node.func.attr == "event":
                 for kind in kinds:

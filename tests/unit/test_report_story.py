@@ -89,9 +89,7 @@ def test_a_failed_run_tells_the_first_real_error(tmp_path):
     fake = FakeRun(tmp_path / "run")
     fake.begin()
     fake.run.logs.mkdir()
-    for rank, (time, echo, message) in enumerate(
-        ((5.0, True, "closed"), (6.0, False, "late"), (4.0, False, "NaN"))
-    ):
+    for rank, (time, echo, message) in enumerate(((5.0, True, "closed"), (6.0, False, "late"), (4.0, False, "NaN"))):
         report = {
             "rank": rank,
             "step": 3,
@@ -161,8 +159,11 @@ def test_checkpoints_and_what_is_wrong_with_them(tmp_path):
     (fake.run.checkpoints / ".step-000005.tmp").mkdir()
     found = read_story(fake.run).checkpoints
     assert [(c.step, c.bytes, c.best) for c in found] == [
-        (1, 600, False), (2, 600, True), (3, 600, False), (4, None, False),
-    ]  # fmt: skip
+        (1, 600, False),
+        (2, 600, True),
+        (3, 600, False),
+        (4, None, False),
+    ]
     assert [c.fault for c in found[:2]] == [None, None]
     assert found[2].fault == "rank-0.safetensors has 599 bytes, not 600"
     assert "manifest.json" in found[3].fault

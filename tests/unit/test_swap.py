@@ -8,7 +8,7 @@ from collections import namedtuple
 
 import pytest
 
-from tercet.engine import async_io
+from tercet.engine.deepspeed import async_io
 from tercet.errors import InputError
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder

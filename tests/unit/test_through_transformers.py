@@ -14,11 +14,12 @@ from tests.transformers_tiny import KINDS, reference, save_tiny
 from tercet.errors import InputError
 from tercet.model.decode import generate
 from tercet.model.through_transformers import ThroughTransformers, as_built, check_documents
-from tercet.model.weights import load_model, save_folder
 from tercet.planner.answer import plan, read_recipe
 from tercet.spec.families import describe
 from tercet.spec.families.through_transformers import in_transformers
 from tercet.spec.recipe import ModelSection
+from tercet.weights.reading import load_model
+from tercet.weights.writing import save_folder
 
 IDS = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -190,7 +191,11 @@ def test_a_sequence_beyond_its_context_names_no_key_that_would_not_help(folders)
     [
         ("bert", {"is_decoder": False}, "documents in a packed row see one another, or later tokens"),
         ("bloom", {"n_layer": 2, "n_head": 4}, "takes no positions"),
-        ("mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}, r"other tensors than the files.*block_sparse_moe"),
+        (
+            "mixtral",
+            {"num_local_experts": 4, "num_key_value_heads": 2},
+            r"other tensors than the files.*block_sparse_moe",
+        ),
     ],
 )
 def test_modules_that_would_train_wrongly(tmp_path, kind, sizes, sentence):

@@ -63,7 +63,9 @@ def _unexpected(error: Exception) -> None:
     import tempfile
     import traceback
 
-    with tempfile.NamedTemporaryFile("w", prefix="tercet-error-", suffix=".txt", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="tercet-error-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
         traceback.print_exception(error, file=file)
     print(
         f"error: {type(error).__name__}: {error}\n"

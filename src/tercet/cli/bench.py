@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
         per_rank: Annotated[
             bool, typer.Option("--per-rank", help="Let the effective batch grow with the ranks.")
         ] = False,
-        output: Annotated[str | None, typer.Option(help="Folder for runs, table and picture; default bench/<recipe>.")] = None,
+        output: Annotated[
+            str | None, typer.Option(help="Folder for runs, table and picture; default bench/<recipe>.")
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
     ) -> None:
         """Measure a recipe on 1 to N ranks: tokens/s, memory, efficiency, share of communication."""
@@ -72,7 +74,15 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     words = [w for w in (strategies or "").split(",") if w]
     report = bench(
-        recipe, overrides, numbers, words, steps, warm_up, per_rank, folder, lambda text: print(text, file=sys.stderr, flush=True)
+        recipe,
+        overrides,
+        numbers,
+        words,
+        steps,
+        warm_up,
+        per_rank,
+        folder,
+        lambda text: print(text, file=sys.stderr, flush=True),
     )
     content = orjson.dumps(report, option=orjson.OPT_INDENT_2)
     (folder / "bench.json").write_bytes(content + b"\n")

@@ -33,10 +33,14 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
     from tercet.spec.machine import this_machine
 
     if bool(folders) == forget:
-        raise InputError("give finished run folders, or --forget alone", "For example: tercet calibrate runs/first-light-1")
+        raise InputError(
+            "give finished run folders, or --forget alone", "For example: tercet calibrate runs/first-light-1"
+        )
     if forget:
         path = update({"corrections": {}})
-        typer.echo(orjson.dumps({"machine_file": str(path), "corrections": {}}).decode() if as_json else f"forgotten: {path}")
+        typer.echo(
+            orjson.dumps({"machine_file": str(path), "corrections": {}}).decode() if as_json else f"forgotten: {path}"
+        )
         return
     here = this_machine()
     runs = [of_run(folder, here) for folder in folders]

@@ -13,9 +13,7 @@ def register(app: typer.Typer) -> None:
         ranks: Annotated[
             int | None, typer.Option(help="Processes for the collectives: one per card, 3 on a CPU.", min=2)
         ] = None,
-        quick: Annotated[
-            bool, typer.Option("--quick", help="Only look, measure nothing, write nothing.")
-        ] = False,
+        quick: Annotated[bool, typer.Option("--quick", help="Only look, measure nothing, write nothing.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
         """Check drivers, memory, disk and compilers, measure matmuls, copies and collectives, remember the rates."""

@@ -39,15 +39,19 @@ def run(
     from pathlib import Path
 
     from tercet.errors import InputError
-    from tercet.model.hub import fetch
+    from tercet.weights.hub import fetch
 
     target = Path(output).expanduser() if output else None
     if not from_bin:
         with _bar() as bar:
-            return str(fetch(name, output=target, revision=revision, token=token, only_config=only_config, say=_say, progress=bar))
+            return str(
+                fetch(
+                    name, output=target, revision=revision, token=token, only_config=only_config, say=_say, progress=bar
+                )
+            )
     if target is None:
         raise InputError("--import-bin needs --output, the folder to write safetensors into")
-    from tercet.model.pickled import import_bin
+    from tercet.weights.pickled import import_bin
 
     folder = Path(name).expanduser()
     if not folder.is_dir():

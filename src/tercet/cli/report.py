@@ -32,9 +32,7 @@ def run(folder: str, as_json: bool) -> None:
     if as_json:
         import orjson
 
-        typer.echo(
-            orjson.dumps(to_json(story, page), option=orjson.OPT_INDENT_2)
-        )  # bytes: UTF-8 in any locale
+        typer.echo(orjson.dumps(to_json(story, page), option=orjson.OPT_INDENT_2))  # bytes: UTF-8 in any locale
         return
     _print(story)
     typer.echo(f"report {page}")

@@ -13,9 +13,12 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def train(
         arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="RECIPE [key=value]...", help="A recipe's file or name, then overrides.")
+            list[str] | None,
+            typer.Argument(metavar="RECIPE [key=value]...", help="A recipe's file or name, then overrides."),
         ] = None,
-        ranks: Annotated[int | None, typer.Option(help="Processes: one per card, or as many as you like on a CPU.", min=1)] = None,
+        ranks: Annotated[
+            int | None, typer.Option(help="Processes: one per card, or as many as you like on a CPU.", min=1)
+        ] = None,
         output: Annotated[str | None, typer.Option(help="The run folder; default runs/<recipe>-<n>.")] = None,
         resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue this run.")] = None,
         restarts: Annotated[int, typer.Option(help="How often to resume by itself after a failure.", min=0)] = 0,
@@ -96,7 +99,10 @@ def _show_end(folder: str, as_json: bool) -> None:
         error = "" if row["error"] is None else f"  ({row['error']:+.1%})" if row["error"] else "  (exact)"
         typer.echo(f"  {row['what']:22} {predicted:>10}  {show(row['measured']):>10}{error}")
     for name, path in (
-        ("model", run.model), ("checkpoints", run.checkpoints), ("report", run.report),
-        ("tensorboard", run.tensorboard), ("logs", run.logs),
-    ):  # fmt: skip
+        ("model", run.model),
+        ("checkpoints", run.checkpoints),
+        ("report", run.report),
+        ("tensorboard", run.tensorboard),
+        ("logs", run.logs),
+    ):
         typer.echo(f"{name:12} {path}")

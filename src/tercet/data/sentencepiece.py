@@ -27,11 +27,20 @@ _SPACE = "▁"
 # What the comparison looks at: words, repeated and outer spaces, line breaks, other scripts, composed
 # characters, symbols, digits, spelled-out control tokens, repeated letters.
 _PROBES = (
-    "The quick brown fox jumps over the lazy dog.", "  two  spaces   and more ", "one\ntwo\n\nthree\tfour",
-    "", " ", "x", "中文分词，标点。", "naïve café ﬁne Ⅳ ①", "emoji 🙂👍🏽 and ½", "12345 67,890.12 3e-4",
-    "aaaaaaa aaaa aaaaaaaaaaaaa", "def f(x):\n    return x  # done",
+    "The quick brown fox jumps over the lazy dog.",
+    "  two  spaces   and more ",
+    "one\ntwo\n\nthree\tfour",
+    "",
+    " ",
+    "x",
+    "中文分词，标点。",
+    "naïve café ﬁne Ⅳ ①",
+    "emoji 🙂👍🏽 and ½",
+    "12345 67,890.12 3e-4",
+    "aaaaaaa aaaa aaaaaaaaaaaaa",
+    "def f(x):\n    return x  # done",
     "▁ word▁inside ▁",
-)  # fmt: skip
+)
 
 
 @dataclass

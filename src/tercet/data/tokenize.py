@@ -31,9 +31,12 @@ _LETTER = r"[^\W\d_]"
 # scripts without spaces; between two letters. Never inside digits or white space, which are read in groups.
 _PLACES = tuple(
     re.compile(p)
-    for p in (rf"(?<={_LETTER}) (?={_LETTER})", rf"(?<={_LETTER})(?=[\n。，、；：！？]{_LETTER})",
-              rf"(?<={_LETTER})(?={_LETTER})")
-)  # fmt: skip
+    for p in (
+        rf"(?<={_LETTER}) (?={_LETTER})",
+        rf"(?<={_LETTER})(?=[\n。，、；：！？]{_LETTER})",
+        rf"(?<={_LETTER})(?={_LETTER})",
+    )
+)
 
 
 @dataclass(slots=True)

@@ -27,9 +27,21 @@ from tercet.errors import InputError
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 # Files of a tokenizer folder that decide tokens; a model folder holds much else.
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
-         "sentencepiece.bpe.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-         "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json")  # fmt: skip
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 # Usual spellings of the end of a text, for a bare tokenizer.json that names none.
 _ENDS = (
     EOS,

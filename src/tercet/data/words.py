@@ -25,9 +25,7 @@ from tercet.errors import TercetError
 # A unit: white space and what follows up to the next white space, when no other white space precedes that.
 # Most tokenizers can be cut in front of a line break as well as of a space; some join it to the mark before
 # it.
-_UNITS = tuple(
-    re.compile(rf"[{c}]*[^{c}]+(?:(?<=\s)[{c}]+[^{c}]*)*|[{c}]+") for c in (r" \t\n\r", " ")
-)  # fmt: skip
+_UNITS = tuple(re.compile(rf"[{c}]*[^{c}]+(?:(?<=\s)[{c}]+[^{c}]*)*|[{c}]+") for c in (r" \t\n\r", " "))
 _LIMIT_UNITS = 400_000
 _LONGEST_UNIT = 100  # characters; longer ones hardly come twice
 _WORTH_CHARACTERS = 24  # characters a unit, above which looking up gains nothing (scripts without spaces)

@@ -124,12 +124,21 @@ def open_engine(
     which DeepSpeed wants to know beforehand. `swap`: the folder for what the strategy keeps on nvme.
     """
     if strategy.engine == "deepspeed":
-        from tercet.engine.deepspeed import DeepSpeedEngine
+        from tercet.engine.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(
-            spec, strategy, optim, precision, world, seed=seed, weights=weights, vocabulary=vocabulary,
-            stop_ids=stop_ids, batch_sequences=batch_sequences, swap=swap,
-        )  # fmt: skip
+            spec,
+            strategy,
+            optim,
+            precision,
+            world,
+            seed=seed,
+            weights=weights,
+            vocabulary=vocabulary,
+            stop_ids=stop_ids,
+            batch_sequences=batch_sequences,
+            swap=swap,
+        )
     from tercet.engine.native import NativeEngine
 
     return NativeEngine(

@@ -17,9 +17,9 @@ from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
 from tercet.errors import InputError
 from tercet.model.balance import Balancer
+from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
-from tercet.model.weights import fill_parameters, make_buffers
 from tercet.parallel.data import Replicated
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
@@ -166,9 +166,7 @@ class NativeEngine:
         return result
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        return self.module(
-            batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels
-        )
+        return self.module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
 
     def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
@@ -209,11 +207,17 @@ class NativeEngine:
         self.module.eval()
         texts = [
             generate(
-                self.module, len(self.spec.layers), prompt, n, vocabulary=self._vocabulary, device=self.world.device,
-                stop=self._stop_ids, fixed_length=self.world.size > 1,
+                self.module,
+                len(self.spec.layers),
+                prompt,
+                n,
+                vocabulary=self._vocabulary,
+                device=self.world.device,
+                stop=self._stop_ids,
+                fixed_length=self.world.size > 1,
             )
             for prompt in prompts
-        ]  # fmt: skip
+        ]
         self.layout.end_evaluation()
         return texts
 
@@ -277,7 +281,9 @@ class NativeEngine:
     def _held_bytes(self) -> dict[str, int]:
         rows = self.layout.held()
         rows.setdefault("optimizer", [])
-        rows["states" if self.layout.on_host else "optimizer"] += [t for p in self.layout.parts for t in self.optimizer.state[p.value].values()]
+        rows["states" if self.layout.on_host else "optimizer"] += [
+            t for p in self.layout.parts for t in self.optimizer.state[p.value].values()
+        ]
         counted: set[int] = set()
         result = {}
         for row, tensors in rows.items():

@@ -170,7 +170,7 @@ def restored(reader: Reader, engine: str) -> list[str]:
 
 
 class Provider(Protocol):
-    """Weights that an engine starts from, on the CPU, in the type stored (model/stored.py: Stored)."""
+    """Weights that an engine starts from, on the CPU, in the type stored (weights/stored.py: Stored)."""
 
     def tensor(self, name: str) -> Tensor: ...
 

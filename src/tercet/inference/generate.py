@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tercet.errors import InputError
 from tercet.model.decode import generate
-from tercet.model.weights import load_model, model_place
 from tercet.spec.families import read_config
+from tercet.weights.reading import load_model, model_place
 
 
 def generate_text(
@@ -26,9 +26,7 @@ def generate_text(
     model = load_model(path)
     inside = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path.parent if inside else path), local_files_only=True, **inside
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent if inside else path), local_files_only=True, **inside)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -40,7 +38,14 @@ def generate_text(
     eos = config.get("eos_token_id")
     stop = eos if isinstance(eos, list) else [] if eos is None else [eos]
     new = generate(
-        model, len(model.spec.layers), ids, tokens, vocabulary=min(len(tokenizer), model.spec.vocabulary), stop=stop,
-        temperature=temperature, top_p=top_p, seed=seed,
-    )  # fmt: skip
+        model,
+        len(model.spec.layers),
+        ids,
+        tokens,
+        vocabulary=min(len(tokenizer), model.spec.vocabulary),
+        stop=stop,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
     return tokenizer.decode(new), new

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from tercet.errors import InputError
+from tercet.errors import InputError, listed
 from tercet.model.objective import IGNORED
-from tercet.model.stored import listed
 from tercet.spec.families.through_transformers import SAVE_WITH_IT, TransformersModel, build
 from tercet.spec.model import Balance
 
@@ -182,18 +180,3 @@ def check_documents(module: nn.Module, spec: TransformersModel, device: torch.de
             f"{spec.name}: under model_type {spec.family} of transformers, documents in a packed row see one another, or "
             "later tokens; it is not trained here"
         )
-
-
-def load(place: Path, dtype: torch.dtype) -> ThroughTransformers:
-    """Return the model of a folder whose architecture Tercet has not, in evaluation mode, on the CPU."""
-    from tercet.model.weights import fill_parameters, make_buffers, open_weights
-    from tercet.spec.families import describe
-    from tercet.spec.recipe import ModelSection
-
-    described = describe(ModelSection(path=str(place), module="transformers"))
-    assert isinstance(described, TransformersModel)
-    spec = as_built(described)
-    module, stored = ThroughTransformers(spec), open_weights(place, spec, mapped=True)
-    fill_parameters(module, "", lambda name: stored.tensor(name).to(dtype))
-    make_buffers(module)
-    return module.eval()

@@ -99,7 +99,9 @@ class Replicated:
         self._host_gradients.copy_(self._flat)
         for part in self.parts:
             view = self._views[part.name]
-            part.value.grad = self._host_gradients[view.storage_offset() : view.storage_offset() + view.numel()].view_as(view)
+            part.value.grad = self._host_gradients[
+                view.storage_offset() : view.storage_offset() + view.numel()
+            ].view_as(view)
 
     def square_sum_is_global(self) -> bool:
         """Whether a sum over this rank's parts is already the sum over the whole model."""

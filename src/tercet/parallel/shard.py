@@ -120,7 +120,9 @@ class Sharded:
         rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": [], "states": [], "pinned": []}
         shards = "states" if self.on_host else "master" if self._has_master else "weights"
         rows[shards] += [p.to_local() for p in self._parameters.values()]
-        rows["pinned" if self.on_host else "gradients"] += [p.grad.to_local() for p in self._parameters.values() if p.grad is not None]
+        rows["pinned" if self.on_host else "gradients"] += [
+            p.grad.to_local() for p in self._parameters.values() if p.grad is not None
+        ]
         for parameter in _fsdp_parameters(self._fsdp_modules()):
             gathered = getattr(parameter, "_unsharded_param", None)  # its whole gradient may outlive its values
             if gathered is not None:

@@ -109,7 +109,14 @@ def is_collective_failure(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     signs: Sequence[str] = (
-        "connection closed by peer", "connection reset by peer", "timed out waiting", "gloo/transport", "nccl",
-        "broken pipe", "application timeout", "socket timeout", "heartbeat",
-    )  # fmt: skip
+        "connection closed by peer",
+        "connection reset by peer",
+        "timed out waiting",
+        "gloo/transport",
+        "nccl",
+        "broken pipe",
+        "application timeout",
+        "socket timeout",
+        "heartbeat",
+    )
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -187,12 +187,16 @@ def answer_for(
         refused = [_asked_for(search, recipe, ranks, missing)]
     return {
         "model": {
-            "name": model.name, "parameters": counts.parameters, "active_parameters": model.active_parameters,
+            "name": model.name,
+            "parameters": counts.parameters,
+            "active_parameters": model.active_parameters,
             "layers": len(model.layers),
         },
         "work": {
-            "sequence_tokens": work.sequence_tokens, "batch_sequences": work.batch_sequences,
-            "precision": work.precision, "optimizer": work.optimizer,
+            "sequence_tokens": work.sequence_tokens,
+            "batch_sequences": work.batch_sequences,
+            "precision": work.precision,
+            "optimizer": work.optimizer,
             "tokens_per_step": work.sequence_tokens * work.batch_sequences,
         },
         "machine": machine_json(machine),
@@ -200,7 +204,7 @@ def answer_for(
         "refused": refused,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
         "error_bars": error_bars(machine),
-    }  # fmt: skip
+    }
 
 
 def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from tercet.errors import InputError
 from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants
 from tercet.planner.counts import Counts
-from tercet.planner.job import of_strategy
-from tercet.planner.published import Row, predicted_memory
+from tercet.planner.job import Job, of_strategy
+from tercet.planner.ledger import moments, reserve, tensors_at_peak
 from tercet.spec.families import describe
 from tercet.spec.machine import Machine
+from tercet.spec.model import Model
 from tercet.spec.recipe import load_recipe
 from tercet.spec.run_folder import open_run
 from tercet.spec.strategy import Strategy, Work
@@ -32,10 +33,39 @@ FEWEST_STEPS = 5  # of a run that is to be timed
 PRIOR_SIGMA = 0.35  # a constant may well be a third off its prior
 ROW_SIGMA = 0.12  # what is left of a good row
 HUBER = 1.5  # in row sigmas
-HIGHEST = {"matmul_share": 1.05, "matmul_share_geforce": 1.3, "int8_share": 1.0,
-           "attention_share": 1.0, "attention_share_hopper": 1.0, "fast_share": 1.0,
-           "fp8_share": 1.1, "expert_share": 1.0, "bandwidth_share": 1.0, "overlap": 0.95, "pipeline_share": 1.0,
-           "host_share": 1.0, "peer_share": 1.0, "copies_share": 1.0}  # fmt: skip
+HIGHEST = {
+    "matmul_share": 1.05,
+    "matmul_share_geforce": 1.3,
+    "int8_share": 1.0,
+    "attention_share": 1.0,
+    "attention_share_hopper": 1.0,
+    "fast_share": 1.0,
+    "fp8_share": 1.1,
+    "expert_share": 1.0,
+    "bandwidth_share": 1.0,
+    "overlap": 0.95,
+    "pipeline_share": 1.0,
+    "host_share": 1.0,
+    "peer_share": 1.0,
+    "copies_share": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement, read. `why` says why it cannot be predicted; `assumed` what the row leaves open."""
+
+    id: str
+    source: str
+    model: Model | None
+    job: Job | None
+    machine: Machine | None
+    tokens_per_s: float | None
+    memory_bytes: float | None
+    memory_kind: str  # allocated, active, reserved, total
+    foreign: bool
+    assumed: tuple[str, ...] = ()
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,20 @@ class Prediction:
 
     tokens_per_s: float | None
     memory_bytes: float | None
+
+
+def predicted_memory(counts: Counts, job: Job, constants: Any, kind: str) -> float:
+    """Return the memory of a kind: allocated and active: tensors; reserved: PyTorch's; total: the card's; resident:
+    a CPU process's.
+    """
+    tensors = tensors_at_peak(counts, job, constants)
+    if kind == "resident":
+        return sum(moments(counts, job, constants, on_gpu=False)["peak"].values())
+    if kind in ("allocated", "active"):
+        return tensors
+    if kind == "reserved":
+        return tensors * (1 + constants.reserve_share)
+    return reserve({"all": tensors}, job, constants, on_gpu=True) + tensors
 
 
 class Prepared:
@@ -161,11 +205,17 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
     job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
     return Prepared(
         Row(
-            id=run.path.name, source="this machine", model=model, job=job, machine=machine,
-            tokens_per_s=summary.get("tokens_per_second"), memory_bytes=max(summary["peak_bytes_per_rank"]),
-            memory_kind="resident" if machine.card is None else "allocated", foreign=False,
+            id=run.path.name,
+            source="this machine",
+            model=model,
+            job=job,
+            machine=machine,
+            tokens_per_s=summary.get("tokens_per_second"),
+            memory_bytes=max(summary["peak_bytes_per_rank"]),
+            memory_kind="resident" if machine.card is None else "allocated",
+            foreign=False,
         )
-    )  # fmt: skip
+    )
 
 
 def corrections(runs: Sequence[Prepared], prior: Constants) -> dict[str, float]:

@@ -15,8 +15,18 @@ from tercet.planner.ledger import tensors_at_peak
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.machine import Machine
 
-ROWS: tuple[str, ...] = ("matmul", "attention", "elementwise", "loss", "dequantize", "launch", "optimizer", "communication", "host",
-        "bubble")  # fmt: skip
+ROWS: tuple[str, ...] = (
+    "matmul",
+    "attention",
+    "elementwise",
+    "loss",
+    "dequantize",
+    "launch",
+    "optimizer",
+    "communication",
+    "host",
+    "bubble",
+)
 
 # Kernels of one layer's forward, by how it is run: counted in transformers' Llama layer (two norms of six, four
 # rotations of five, seven matmuls, attention with its reshapes, gate and residuals), and with chains fused.

@@ -113,7 +113,9 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
     deepspeed = strategy.engine == "deepspeed"
     if deepspeed and "optimizer" in offload:
         offload.add("gradients")  # its ZeRO moves each reduced gradient to the host at once
-    host_shards = not deepspeed and bool(strategy.zero) and strategy.ranks > 1 and bool(offload & {"optimizer", "weights"})
+    host_shards = (
+        not deepspeed and bool(strategy.zero) and strategy.ranks > 1 and bool(offload & {"optimizer", "weights"})
+    )
     if host_shards:
         # FSDP2 holds the shards once, with their gradients and the optimizer: there is no second copy of the weights.
         offload = offload - {"weights"} | {"optimizer", "gradients"}

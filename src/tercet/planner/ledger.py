@@ -18,10 +18,10 @@ from tercet.spec.strategy import Strategy, Work
 CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
-DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed_config.py
-DEEPSPEED_LIVE = 1_000_000_000  # elements; twin of LIVE in engine/deepspeed_config.py
+DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed/config.py
+DEEPSPEED_LIVE = 1_000_000_000  # elements; twin of LIVE in engine/deepspeed/config.py
 DEEPSPEED_REDUCED = 500_000_000  # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's runtime/engine.py
-NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed_config.py
+NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed/config.py
 STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
@@ -108,10 +108,14 @@ def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
     # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
     own = job.weight_bytes * whole if job.zero == 1 and job.master_bytes else 0
     if job.zero == 0:  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
-        rows = {"weights": weights, "master": job.master_bytes * whole, "gradients": job.weight_bytes * whole,
-                "optimizer": job.state_bytes * whole}  # fmt: skip
+        rows = {
+            "weights": weights,
+            "master": job.master_bytes * whole,
+            "gradients": job.weight_bytes * whole,
+            "optimizer": job.state_bytes * whole,
+        }
         return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
-    # On the way to the host: stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed_config.py:
+    # On the way to the host: stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed/config.py:
     # summed_in); in fp32 they go at once, as they do under stage 3.
     leaving = 4 * part if job.zero < 3 and job.master_bytes and job.accumulation > 1 else 0
     rows = {

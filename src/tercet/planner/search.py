@@ -217,8 +217,12 @@ class Search:
             if ranks <= strategy.ranks or self.machine.card is None:
                 continue
             more = _with_zero(replace(strategy, ranks=ranks, recompute="full", micro_batch=1), 3)
-            search = Search(self.counts, replace(self.work, batch_sequences=max(self.work.batch_sequences, ranks)),
-                            replace(self.machine, ranks=ranks, lanes=None), self.constants)  # fmt: skip
+            search = Search(
+                self.counts,
+                replace(self.work, batch_sequences=max(self.work.batch_sequences, ranks)),
+                replace(self.machine, ranks=ranks, lanes=None),
+                self.constants,
+            )
             if search.fits(search.candidate(more)):
                 return f"{ranks} such cards with zero: 3 and recompute: full would fit"
         card, host = self.overflow(smallest)
@@ -265,12 +269,21 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
             for recompute in recomputes:
                 for micro in micros:
                     yield Strategy(
-                        engine=section.engine, zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
-                        reduce_gradients=reduce, compile=section.compile, tensor=section.tensor,
-                        pipeline=section.pipeline, expert=section.expert, context=section.context,
-                        offload_optimizer=section.offload.optimizer, offload_weights=section.offload.weights,
+                        engine=section.engine,
+                        zero=zero,
+                        ranks=ranks,
+                        micro_batch=micro,
+                        recompute=recompute,
+                        reduce_gradients=reduce,
+                        compile=section.compile,
+                        tensor=section.tensor,
+                        pipeline=section.pipeline,
+                        expert=section.expert,
+                        context=section.context,
+                        offload_optimizer=section.offload.optimizer,
+                        offload_weights=section.offload.weights,
                         offload_activations=section.offload.activations,
-                    )  # fmt: skip
+                    )
 
 
 # Keys of the recipe that, once given, leave no room for another engine or for offload of its own.
@@ -298,10 +311,15 @@ def offloaded(section: StrategySection, ranks: int, work: Work, deepspeed: bool)
         for recompute in recomputes:
             for micro in micros:
                 yield Strategy(
-                    engine=engine, zero=zero, ranks=ranks, micro_batch=micro, recompute=recompute,
-                    reduce_gradients="every_micro_batch" if zero else "once_per_step", offload_optimizer="cpu",
+                    engine=engine,
+                    zero=zero,
+                    ranks=ranks,
+                    micro_batch=micro,
+                    recompute=recompute,
+                    reduce_gradients="every_micro_batch" if zero else "once_per_step",
+                    offload_optimizer="cpu",
                     offload_weights=weights,
-                )  # fmt: skip
+                )
 
 
 def micro_batches(ranks: int, work: Work) -> list[int]:

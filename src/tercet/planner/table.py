@@ -6,8 +6,16 @@ from typing import Any
 
 from tercet.units import show_bytes, show_count, show_seconds
 
-LEDGER = (("weights", "weights"), ("master", "master"), ("gradients", "grads"), ("optimizer", "optim"),
-          ("activations", "activ"), ("logits", "logits"), ("buffers", "buffers"), ("reserve", "reserve"))  # fmt: skip
+LEDGER = (
+    ("weights", "weights"),
+    ("master", "master"),
+    ("gradients", "grads"),
+    ("optimizer", "optim"),
+    ("activations", "activ"),
+    ("logits", "logits"),
+    ("buffers", "buffers"),
+    ("reserve", "reserve"),
+)
 
 
 def show(answer: dict[str, Any], rows: int = 6) -> str:
@@ -59,17 +67,19 @@ def speed_table(strategies: list[dict[str, Any]], answer: dict[str, Any]) -> str
     body = []
     for s in strategies:
         speed = s["tokens_per_second"]
-        body.append([
-            s["name"],
-            f"{s['micro_batch']} x {s['accumulation']}",
-            show_bytes(s["card_bytes"]),
-            show_bytes(s["host_bytes"]),
-            show_bytes(s["disk_bytes"]),
-            f"{speed:,.0f}".replace(",", " ") if speed else "unknown",
-            f"{s['mfu']:.0%}" if s["mfu"] is not None else "-",
-            f"{s['communication_share']:.0%}" if s["communication_share"] is not None else "-",
-            show_seconds(s["total_seconds"]) if "total_seconds" in s else "-",
-        ])  # fmt: skip
+        body.append(
+            [
+                s["name"],
+                f"{s['micro_batch']} x {s['accumulation']}",
+                show_bytes(s["card_bytes"]),
+                show_bytes(s["host_bytes"]),
+                show_bytes(s["disk_bytes"]),
+                f"{speed:,.0f}".replace(",", " ") if speed else "unknown",
+                f"{s['mfu']:.0%}" if s["mfu"] is not None else "-",
+                f"{s['communication_share']:.0%}" if s["communication_share"] is not None else "-",
+                show_seconds(s["total_seconds"]) if "total_seconds" in s else "-",
+            ]
+        )
     return grid(titles, body)
 
 

@@ -42,10 +42,12 @@ def measure(ranks: int, variables: dict[str, str], limit: float = 90.0) -> dict[
             subprocess.Popen(
                 [sys.executable, "-m", "tercet.probe.collectives", folder],
                 env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             for r in range(ranks)
-        ]  # fmt: skip
+        ]
         deadline = time.monotonic() + limit
         try:
             for process in processes:
@@ -102,9 +104,7 @@ def rates(world: Any) -> dict[str, float]:
         "collective_latency": _seconds(world, lambda: dist.all_reduce(tiny), times=20),
     }
     with contextlib.suppress(RuntimeError):  # older gloo has none
-        found["reduce_scatter"] = (
-            ring * 4 * count / _seconds(world, lambda: dist.reduce_scatter_tensor(part, whole))
-        )
+        found["reduce_scatter"] = ring * 4 * count / _seconds(world, lambda: dist.reduce_scatter_tensor(part, whole))
     return found
 
 

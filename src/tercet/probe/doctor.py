@@ -44,16 +44,12 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
             else:
                 report["findings"].insert(
                     0,
-                    Finding(
-                        "warning", f"{name}: {result['verdict']}", "train sets the environment around it."
-                    ),
+                    Finding("warning", f"{name}: {result['verdict']}", "train sets the environment around it."),
                 )
         if working:
             rates |= {k: v for k, v in working[2].items() if k != "verdict"}
     if not collectives.ucc_available():
-        report["findings"].append(
-            Finding("note", "this PyTorch has no UCC (the wheels do not): not measured")
-        )
+        report["findings"].append(Finding("note", "this PyTorch has no UCC (the wheels do not): not measured"))
     report["rates"] = rates
     content: dict[str, Any] = {
         "kind": "gpu" if cards else "cpu",
@@ -91,10 +87,7 @@ def show(report: dict[str, Any]) -> str:
         lines.append(f"CUDA compiler: {found['nvcc'] or 'none'}")
     else:
         lines.append("no NVIDIA card (nvidia-smi is not there or names none): runs go to the CPU")
-    lines += [
-        f"{f['level']}: {f['what']}" + (f" - {f['advice']}" if f["advice"] else "")
-        for f in report["findings"]
-    ]
+    lines += [f"{f['level']}: {f['what']}" + (f" - {f['advice']}" if f["advice"] else "") for f in report["findings"]]
     lines += [f"{name:22} {_rate(name, value)}" for name, value in report["rates"].items()]
     for name, result in report["transports"].items():
         lines.append(f"{name}: {result['verdict']}")

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tercet.engine import async_io
+from tercet.engine.deepspeed import async_io
 from tercet.spec.machine import detect_gpus
 from tercet.units import show_bytes
 
@@ -33,9 +33,7 @@ def inventory(folder: Path) -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {
-            name: _version(name) for name in ("torch", "transformers", "deepspeed", "accelerate", "triton")
-        },
+        "packages": {name: _version(name) for name in ("torch", "transformers", "deepspeed", "accelerate", "triton")},
         "cores": os.cpu_count(),
         "host_bytes": psutil.virtual_memory().total,
         "host_available_bytes": psutil.virtual_memory().available,
@@ -97,10 +95,11 @@ def build_tools(found: dict[str, Any]) -> list[Finding]:
     if missing:
         return [
             Finding(
-                "note", f"native extensions cannot be built: {'; '.join(missing)}",
+                "note",
+                f"native extensions cannot be built: {'; '.join(missing)}",
                 "Only offload to nvme needs them: the optimizer on the host falls back to PyTorch's own fused AdamW.",
             )
-        ]  # fmt: skip
+        ]
     files = "built" if found["async_io_built"] else "built by the first run that needs it"
     result = [
         Finding(
@@ -125,9 +124,12 @@ def findings(found: dict[str, Any]) -> list[Finding]:
     shared = found["shared_memory_bytes"]
     if shared is not None and shared < 2**30:
         result.append(
-            Finding("warning", f"/dev/shm holds {show_bytes(shared)}: NCCL and data loaders may fail",
-                    "In a container: --shm-size=8g, or --ipc=host.")
-        )  # fmt: skip
+            Finding(
+                "warning",
+                f"/dev/shm holds {show_bytes(shared)}: NCCL and data loaders may fail",
+                "In a container: --shm-size=8g, or --ipc=host.",
+            )
+        )
     if found["disk_free_bytes"] < 20e9:
         result.append(
             Finding(
@@ -145,9 +147,20 @@ def findings(found: dict[str, Any]) -> list[Finding]:
 
 # ------------------------------------------------------------------------------------------------- power and heat
 
-SENSORS = ("index", "name", "temperature.gpu", "power.draw", "power.limit", "clocks.sm", "clocks.max.sm",
-           "clocks_throttle_reasons.active", "pcie.link.gen.current", "pcie.link.gen.max",
-           "pcie.link.width.current", "pcie.link.width.max")  # fmt: skip
+SENSORS = (
+    "index",
+    "name",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks_throttle_reasons.active",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+)
 HOT_CELSIUS = 84  # GeForce cards begin to throttle at 83 to 88
 
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksThrottleReasons).
@@ -164,8 +177,7 @@ def sensors() -> list[dict[str, str]]:
     """Return one row per card, as nvidia-smi prints it; [] without cards."""
     text = _output(["nvidia-smi", f"--query-gpu={','.join(SENSORS)}", "--format=csv,noheader,nounits"])
     return [
-        dict(zip(SENSORS, (c.strip() for c in line.split(",")), strict=False))
-        for line in (text or "").splitlines()
+        dict(zip(SENSORS, (c.strip() for c in line.split(",")), strict=False)) for line in (text or "").splitlines()
     ]
 
 
@@ -190,9 +202,7 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
         reasons = [what for bit, what in THROTTLES.items() if active & bit]
         if reasons:
             result.append(
-                Finding(
-                    "warning" if active & 0xE8 else "note", f"{name} is slowed down by: {', '.join(reasons)}"
-                )
+                Finding("warning" if active & 0xE8 else "note", f"{name} is slowed down by: {', '.join(reasons)}")
             )
         width, most = _number(row.get("pcie.link.width.current")), _number(row.get("pcie.link.width.max"))
         if width is not None and most is not None and width < most:
@@ -207,10 +217,11 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
     if len(limits) > 1 and sum(limits) > 900:
         result.append(
             Finding(
-                "note", f"{len(limits)} cards may draw {sum(limits):.0f} W together, for milliseconds twice that",
+                "note",
+                f"{len(limits)} cards may draw {sum(limits):.0f} W together, for milliseconds twice that",
                 "If the machine reboots under load, cap them: nvidia-smi -pl WATTS (four fifths cost little speed).",
             )
-        )  # fmt: skip
+        )
     return result
 
 

@@ -144,10 +144,15 @@ def run_check(
         began = time.monotonic()
         for rank in range(ranks):
             command = [sys.executable, *entry, folder, str(timeout)]
-            processes.append(subprocess.Popen(
-                command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            ))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
         deadline = began + timeout + 60  # the processes watch their own limit; starting them takes time too
         try:
             for process in processes:
@@ -159,9 +164,7 @@ def run_check(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        verdicts = [
-            _verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)
-        ]
+        verdicts = [_verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)]
     bad = [v for v in verdicts if not v.ok]
     # A wrong sum says more than the hang it may cause elsewhere.
     return sorted(bad, key=lambda v: ("wrong", "error", "hang").index(v.kind))[0] if bad else verdicts[0]
@@ -171,9 +174,7 @@ def _verdict(folder: Path, rank: int, code: int) -> Verdict:
     file = folder / f"verdict-{rank}.json"
     if file.exists():
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    return Verdict(
-        "hang" if code < 0 else "error", f"rank {rank} ended with code {code} before it could report", 0.0
-    )
+    return Verdict("hang" if code < 0 else "error", f"rank {rank} ended with code {code} before it could report", 0.0)
 
 
 def environment_for(ranks: int, say: Callable[[str], None] = lambda text: None) -> dict[str, str]:

@@ -8,8 +8,19 @@ from typing import Any
 from tercet.units import show_bytes, show_count
 
 REHEARSAL = "A rehearsal: the ranks are processes that share this machine's CPU cores, so more of them are no faster."
-HEAD = ("strategy", "ranks", "micro x accum", "tokens/s", "quartiles", "efficiency", "MFU", "peak per rank",
-        "in collectives", "predicted tokens/s", "predicted memory")  # fmt: skip
+HEAD = (
+    "strategy",
+    "ranks",
+    "micro x accum",
+    "tokens/s",
+    "quartiles",
+    "efficiency",
+    "MFU",
+    "peak per rank",
+    "in collectives",
+    "predicted tokens/s",
+    "predicted memory",
+)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -37,11 +48,18 @@ def cells(row: dict[str, Any]) -> list[str]:
     low, high = row["quartiles"]
     predicted, memory = row["predicted_tokens_per_second"], row["predicted_bytes"]
     return [
-        row["strategy"], str(row["ranks"]), f"{row['micro_batch']} x {row['accumulation']}",
-        show_count(row["tokens_per_second"]), f"{show_count(low)} to {show_count(high)}", share(row["efficiency"]),
-        share(row["mfu"]), show_bytes(row["peak_bytes"]), share(row["communication_share"]),
-        "-" if predicted is None else show_count(predicted), "-" if memory is None else show_bytes(memory),
-    ]  # fmt: skip
+        row["strategy"],
+        str(row["ranks"]),
+        f"{row['micro_batch']} x {row['accumulation']}",
+        show_count(row["tokens_per_second"]),
+        f"{show_count(low)} to {show_count(high)}",
+        share(row["efficiency"]),
+        share(row["mfu"]),
+        show_bytes(row["peak_bytes"]),
+        share(row["communication_share"]),
+        "-" if predicted is None else show_count(predicted),
+        "-" if memory is None else show_bytes(memory),
+    ]
 
 
 def picture(report: dict[str, Any]) -> str:
@@ -72,5 +90,7 @@ def picture(report: dict[str, Any]) -> str:
         ]
         if row["predicted_tokens_per_second"]:
             mark = x(row["predicted_tokens_per_second"])
-            parts.append(f'<line x1="{mark:.1f}" x2="{mark:.1f}" y1="{y - 3}" y2="{y + 25}" stroke="#c2410c" stroke-width="3"/>')
+            parts.append(
+                f'<line x1="{mark:.1f}" x2="{mark:.1f}" y1="{y - 3}" y2="{y + 25}" stroke="#c2410c" stroke-width="3"/>'
+            )
     return "\n".join([*parts, "</svg>", ""])

@@ -121,11 +121,7 @@ def chart(
         places = [f"{across(x) * WIDTH:.1f} {down(y) * HEIGHT:.1f}" for x, y in points]
         joined = "M" + "L".join(places) if len(places) > 1 else ""
         # A dot is a line of no length with a round end: it stays round however the box is stretched.
-        dots = (
-            "".join(f"M{place}h0" for place in places)
-            if (s.dots and len(places) <= DOTS) or not joined
-            else ""
-        )
+        dots = "".join(f"M{place}h0" for place in places) if (s.dots and len(places) <= DOTS) or not joined else ""
         lines.append(Line(s.name, s.style, points, joined, dots))
     for value, name in limits:
         if y_low <= value <= y_high:

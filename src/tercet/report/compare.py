@@ -57,16 +57,9 @@ def _memory(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
         # Rows of an engine's own; one that holds nothing and was not planned says nothing.
         held = {row for row, bytes_held in measured.items() if bytes_held}
         extra = sorted((predicted.keys() | held) - set(MEMORY_ROWS))
-        rows += [
-            _row(name, what, "bytes", predicted.get(what), measured.get(what))
-            for what in (*MEMORY_ROWS, *extra)
-        ]
+        rows += [_row(name, what, "bytes", predicted.get(what), measured.get(what)) for what in (*MEMORY_ROWS, *extra)]
     peaks = summary.get("peak_bytes_per_rank")
-    peak = (
-        max((p for p in map(number, peaks) if p is not None), default=None)
-        if isinstance(peaks, list)
-        else None
-    )
+    peak = max((p for p in map(number, peaks) if p is not None), default=None) if isinstance(peaks, list) else None
     if peak is not None:
         rows.append(_peak(predicted_rows(plan, "peak"), peak, device_of(plan, summary)))
     return rows
@@ -113,9 +106,7 @@ def _time(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
         if predicted is not None or measured is not None:
             rows.append(_row("time", what, unit, predicted, measured))
     predicted, measured = _numbers(plan.get("clock")), _numbers(summary.get("clock"))
-    rows += [
-        _row("time", part, "s", predicted[part], measured[part]) for part in predicted if part in measured
-    ]
+    rows += [_row("time", part, "s", predicted[part], measured[part]) for part in predicted if part in measured]
     return rows
 
 

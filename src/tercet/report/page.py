@@ -78,15 +78,20 @@ def render(story: Story) -> str:
         skips=_skips(story),
         skip_count=len(story.skips),
         sessions=[
-            {"began": moment_of(s.began), "first": s.first, "lasted": show_seconds(s.seconds),
-             "ranks": plain(s.ranks if s.ranks is not None else "?"), "strategy": plain(s.strategy or "?")}
+            {
+                "began": moment_of(s.began),
+                "first": s.first,
+                "lasted": show_seconds(s.seconds),
+                "ranks": plain(s.ranks if s.ranks is not None else "?"),
+                "strategy": plain(s.strategy or "?"),
+            }
             for s in story.sessions
         ],
         versions=_versions(story),
         recipe=plain(story.recipe_text),
         folder=plain(story.run.path.name),
         made=moment_of(time.time()),
-    )  # fmt: skip
+    )
 
 
 def _script_json(content: Any) -> Any:
@@ -112,9 +117,7 @@ def charts_of(story: Story) -> list[Chart]:
         later = [[p for p in points if p[0] >= begin] for points in (loss, validation)]
         found.append(_loss_chart(f"Loss from step {begin:.0f}", *later, resumed + skipped))
     clip = (
-        number((story.recipe.get("optim") or {}).get("clip"))
-        if isinstance(story.recipe.get("optim"), dict)
-        else None
+        number((story.recipe.get("optim") or {}).get("clip")) if isinstance(story.recipe.get("optim"), dict) else None
     )
     norm, speed = points_of(steps, "grad_norm"), points_of(steps, "tokens_per_second")
     limits = [(clip, f"clipped above {clip:g}")] if clip is not None else []
@@ -149,13 +152,9 @@ def _with_median(name: str, points: list[tuple[float, float]]) -> list[Series]:
 
 def _marks(story: Story) -> tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]:
     """Return where sessions began and which steps were skipped, as (step, text, style)."""
-    resumed = [
-        (s.first + 0.5, f"resumed after step {s.first}", "resumed") for s in story.sessions if s.first > 0
-    ]
+    resumed = [(s.first + 0.5, f"resumed after step {s.first}", "resumed") for s in story.sessions if s.first > 0]
     skipped = [
-        (x, f"step {x:.0f} was skipped", "skipped")
-        for s in story.skips
-        if (x := number(s.get("step"))) is not None
+        (x, f"step {x:.0f} was skipped", "skipped") for s in story.skips if (x := number(s.get("step"))) is not None
     ]
     return resumed, skipped[:SKIP_ROWS]
 
@@ -195,10 +194,7 @@ def _samples(story: Story) -> list[dict[str, Any]]:
 
 
 def _skips(story: Story) -> list[dict[str, str]]:
-    return [
-        {k: plain(s.get(k, "?")) for k in ("step", "loss", "grad_norm", "where")}
-        for s in story.skips[:SKIP_ROWS]
-    ]
+    return [{k: plain(s.get(k, "?")) for k in ("step", "loss", "grad_norm", "where")} for s in story.skips[:SKIP_ROWS]]
 
 
 def _versions(story: Story) -> list[tuple[str, str]]:

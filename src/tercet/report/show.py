@@ -84,9 +84,7 @@ def model_of(story: Story) -> str:
     """Return the model's name: preset or path, else the family that its sizes describe."""
     model, described = _section(story, "model"), story.plan.get("model")
     name = described.get("name") if isinstance(described, dict) else None
-    return plain(
-        name or model.get("preset") or model.get("path") or f"{model.get('family') or 'llama'}-style"
-    )
+    return plain(name or model.get("preset") or model.get("path") or f"{model.get('family') or 'llama'}-style")
 
 
 def _sources(value: Any) -> str:
@@ -122,9 +120,7 @@ def notes_of(story: Story) -> list[dict[str, str]]:
                 "text": "Running when this page was made, or ended by force: run.lock is still there.",
             }
         )
-    if story.state in ("interrupted", "failed", "unfinished") and any(
-        c.fault is None for c in story.checkpoints
-    ):
+    if story.state in ("interrupted", "failed", "unfinished") and any(c.fault is None for c in story.checkpoints):
         newest, folder = [c for c in story.checkpoints if c.fault is None][-1], plain(story.run.path.name)
         notes.append(
             {
@@ -135,9 +131,7 @@ def notes_of(story: Story) -> list[dict[str, str]]:
     if story.damaged_lines:
         lines = ", ".join(map(str, story.damaged_lines[:8])) + (", …" if len(story.damaged_lines) > 8 else "")
         many = len(story.damaged_lines) > 1
-        which = (
-            f"lines {lines} could not be read and are" if many else f"line {lines} could not be read and is"
-        )
+        which = f"lines {lines} could not be read and are" if many else f"line {lines} could not be read and is"
         notes.append({"style": "bad", "text": f"events.jsonl: {which} missing here."})
     return notes
 
@@ -186,17 +180,21 @@ def facts_of(story: Story) -> list[dict[str, str]]:
     """Return what ran as {name, value}, from the recipe, the plan and the events, as far as they say."""
     model, data = _section(story, "model"), _section(story, "data")
     optim, train = _section(story, "optim"), _section(story, "train")
-    words = [("layers", "layers"), ("width", "wide"), ("heads", "heads"), ("kv_heads", "key-value heads"),
-             ("ffn", "in the feed-forward"), ("experts", "experts")]  # fmt: skip
+    words = [
+        ("layers", "layers"),
+        ("width", "wide"),
+        ("heads", "heads"),
+        ("kv_heads", "key-value heads"),
+        ("ffn", "in the feed-forward"),
+        ("experts", "experts"),
+    ]
     sizes = [f"{model[key]} {word}" for key, word in words if model.get(key) is not None]
     sizes += [f"vocabulary {model['vocabulary']}"] if model.get("vocabulary") is not None else []
     layout = _plan_strategy(story)
     ranks, strategy = ranks_of(story), strategy_of(story)
     batch, length = number(train.get("batch_sequences")), number(data.get("sequence_tokens"))
     validation = data.get("validation")
-    validation = (
-        f"{validation:g} of the documents" if number(validation) is not None else _sources(validation)
-    )
+    validation = f"{validation:g} of the documents" if number(validation) is not None else _sources(validation)
     lr, warm_up = number(optim.get("lr")), optim.get("warmup_steps")
     rows = [
         ("Model", [model_of(story), *sizes]),
@@ -212,7 +210,7 @@ def facts_of(story: Story) -> list[dict[str, str]]:
         ("Schedule", [optim.get("schedule"), f"{warm_up} warm-up steps" if warm_up else None]),
         ("Seed", [train.get("seed")]),
         ("Started", [moment_of(story.sessions[0].began) if story.sessions else None]),
-    ]  # fmt: skip
+    ]
     joined = ((name, ", ".join(plain(v) for v in values if v not in (None, ""))) for name, values in rows)
     return [{"name": name, "value": value} for name, value in joined if value]
 
@@ -237,8 +235,11 @@ def _layout(layout: dict[str, Any]) -> list[str]:
         parts.append(f"micro-batch {layout['micro_batch']}")
     if layout.get("recompute") not in (None, "none"):
         parts.append(f"recompute {layout['recompute']}")
-    parts += [f"{what} on {layout[f'offload_{what}']}" for what in ("optimizer", "weights", "activations")
-              if layout.get(f"offload_{what}") not in (None, "none")]  # fmt: skip
+    parts += [
+        f"{what} on {layout[f'offload_{what}']}"
+        for what in ("optimizer", "weights", "activations")
+        if layout.get(f"offload_{what}") not in (None, "none")
+    ]
     return parts + (["compiled"] if layout.get("compile") is True else [])
 
 
@@ -246,9 +247,7 @@ def _found(story: Story, part: str) -> list[str]:
     """Return what preparing found in a part, train or validation: documents, tokens, rows dropped."""
     figures = ((what, story.data.get(what)) for what in ("documents", "tokens"))
     found = [
-        f"{show_count(n)} {what}"
-        for what, both in figures
-        if isinstance(both, dict) and (n := number(both.get(part)))
+        f"{show_count(n)} {what}" for what, both in figures if isinstance(both, dict) and (n := number(both.get(part)))
     ]
     rows = story.data.get("rows")
     dropped = number(rows.get("dropped")) if part == "train" and isinstance(rows, dict) else None
@@ -264,13 +263,7 @@ def show_value(value: float | None, unit: str) -> str:
         return MISSING
     if unit == "bytes":
         return show_bytes(value)
-    return (
-        f"{value:.3g} s"
-        if unit == "s" and value < 10
-        else show_seconds(value)
-        if unit == "s"
-        else show_count(value)
-    )
+    return f"{value:.3g} s" if unit == "s" and value < 10 else show_seconds(value) if unit == "s" else show_count(value)
 
 
 def show_error(row: Row) -> str:

@@ -98,9 +98,7 @@ def read_story(run: RunFolder) -> Story:
         total_steps=_whole(newest.get("total_steps")),
         sessions=sessions,
         steps=[e for e in events if e["event"] == "step" and _whole(e.get("step")) is not None],
-        evaluations=[
-            e for e in events if e["event"] == "evaluate" and number(e.get("validation_loss")) is not None
-        ],
+        evaluations=[e for e in events if e["event"] == "evaluate" and number(e.get("validation_loss")) is not None],
         samples=[e for e in events if e["event"] == "sample"],
         skips=[e for e in events if e["event"] == "skip"],
         saves=[e for e in events if e["event"] == "checkpoint"],
@@ -238,9 +236,7 @@ def _headline(story: Story) -> dict[str, Any]:
     return {
         "steps": _first(_whole(summary.get("steps")), done),
         "tokens": _first(number(summary.get("tokens")), sum(number(e.get("tokens")) or 0 for e in steps)),
-        "train_loss": _first(
-            number(summary.get("train_loss")), number(steps[-1].get("loss")) if steps else None
-        ),
+        "train_loss": _first(number(summary.get("train_loss")), number(steps[-1].get("loss")) if steps else None),
         "validation_loss": validation,
         "validation_step": last.get("step"),
         "perplexity": perplexity(validation),

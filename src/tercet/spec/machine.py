@@ -129,18 +129,18 @@ def find_gpu(name: str) -> Gpu:
     fits = [c for c in gpus().values() if wanted and wanted <= _words(c.name)]
     if not fits:  # rtx4090, a100-80gb: words run together, or part of them
         fits = [
-            c for c in gpus().values() if joined == "".join(re.findall(r"[a-z0-9]+", c.name.lower()))
+            c
+            for c in gpus().values()
+            if joined == "".join(re.findall(r"[a-z0-9]+", c.name.lower()))
             or joined.removeprefix("rtx") == "".join(sorted(_words(c.name) - {"rtx"}, key=c.name.lower().find))
-        ]  # fmt: skip
+        ]
     if len(fits) > 1:
         # "4090" means the card of exactly that name, not a variant with more words; words like RTX do not count.
         least = min(len(_words(c.name) - wanted - {"rtx"}) for c in fits)
         closest = [c for c in fits if len(_words(c.name) - wanted - {"rtx"}) == least]
         if len(closest) == 1 and least == 0:
             return closest[0]
-        raise InputError(
-            f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them."
-        )
+        raise InputError(f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them.")
     if fits:
         return fits[0]
     short = {re.sub(r"^RTX ", "", n): n for n in gpus()}
@@ -184,9 +184,11 @@ class Machine:
     @property
     def nvlink(self) -> bool:
         # The bridge of GeForce and workstation cards joins two; only data-centre boards join all.
-        return self.card is not None and self.card.nvlink is not None and (
-            (self.ranks <= 2 and self.card.nvlink < 200e9) or self.card.nvlink >= 200e9
-        )  # fmt: skip
+        return (
+            self.card is not None
+            and self.card.nvlink is not None
+            and ((self.ranks <= 2 and self.card.nvlink < 200e9) or self.card.nvlink >= 200e9)
+        )
 
     @property
     def peers(self) -> bool:
@@ -214,8 +216,18 @@ class Machine:
 
 
 # What the machine file may hold, in bytes/s, FLOP/s or parameters/s.
-MEASURED = ("matmul_fp32", "matmul_bf16", "memory", "host_to_card", "all_reduce", "all_gather", "reduce_scatter",
-            "collective_latency", "cpu_adam", "disk_write")  # fmt: skip
+MEASURED = (
+    "matmul_fp32",
+    "matmul_bf16",
+    "memory",
+    "host_to_card",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "collective_latency",
+    "cpu_adam",
+    "disk_write",
+)
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
@@ -262,9 +274,7 @@ def machine_of(
         found = this_machine(ranks)
         if links is not None:
             if found.card is None:
-                raise InputError(
-                    "--links describes cards, and this machine has none", "Name them: --gpus 3x4090"
-                )
+                raise InputError("--links describes cards, and this machine has none", "Name them: --gpus 3x4090")
             found = replace(found, lanes=parse_links(links, found.ranks))
         return replace(found, host_bytes=host) if host is not None else found
     count, card = parse_gpus(gpus)
@@ -277,9 +287,7 @@ def machine_of(
 
 def machine_file() -> Path:
     """Return where `tercet doctor` writes what it measured: the user's configuration folder."""
-    base = (
-        os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    )  # the desktop standard, not a setting of ours
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # the desktop standard, not a setting of ours
     return Path(base) / "tercet" / "machine.json"
 
 
@@ -291,9 +299,7 @@ def read_machine_file(path: Path | None = None) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, orjson.JSONDecodeError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again."
-        ) from None
+        raise InputError(f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again.") from None
 
 
 def detect_gpus() -> list[dict[str, str]]:
@@ -305,8 +311,11 @@ def detect_gpus() -> list[dict[str, str]]:
     try:
         run = subprocess.run(
             [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines() if line.strip()]
@@ -330,9 +339,14 @@ def this_machine(ranks: int | None = None) -> Machine:
     corrections = {k: float(v) for k, v in learnt.get("constants", {}).items()} if same else {}
     if not cards:
         return Machine(
-            ranks=ranks or DEFAULT_CPU_RANKS, card=None, host_bytes=memory, name="this machine (CPU)",
-            measured=measured if content.get("kind") == "cpu" else {}, measured_at=at, corrections=corrections,
-        )  # fmt: skip
+            ranks=ranks or DEFAULT_CPU_RANKS,
+            card=None,
+            host_bytes=memory,
+            name="this machine (CPU)",
+            measured=measured if content.get("kind") == "cpu" else {},
+            measured_at=at,
+            corrections=corrections,
+        )
     count = min(ranks or len(cards), len(cards))
     lanes = tuple(int(c["pcie.link.width.current"]) for c in cards if c["pcie.link.width.current"].isdigit())
     try:

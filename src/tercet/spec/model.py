@@ -42,7 +42,6 @@ class Block(Protocol):
         """Return the forward FLOPs of `tokens` tokens that each attend to `context` tokens on average."""
         ...
 
-
     def matmuls(self, width: int) -> tuple[Matmul, ...]: ...
 
     def kept(self, width: int) -> Kept:

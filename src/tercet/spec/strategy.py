@@ -89,7 +89,9 @@ def not_built(recipe: Recipe) -> list[str]:
         if where != "none" and what == "activations":
             why.append(f"strategy.offload.{what}: {where} is not built yet; none is")
         if where == "nvme" and not deepspeed:
-            why.append(f"strategy.offload.{what}: nvme is built for strategy.engine=deepspeed (zero 3); cpu is for both")
+            why.append(
+                f"strategy.offload.{what}: nvme is built for strategy.engine=deepspeed (zero 3); cpu is for both"
+            )
     if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
         why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
     if recipe.train.precision not in ("bf16", "fp32", *(("fp16",) if deepspeed else ())):
@@ -142,7 +144,11 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
 def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -> list[str]:
     """Return one sentence per reason why this strategy cannot run; empty when it can."""
     why = _why_not_deepspeed(strategy, work, machine) if strategy.engine == "deepspeed" else []
-    if strategy.engine == "native" and strategy.offload_weights != "none" and (strategy.zero == 0 or strategy.ranks == 1):
+    if (
+        strategy.engine == "native"
+        and strategy.offload_weights != "none"
+        and (strategy.zero == 0 or strategy.ranks == 1)
+    ):
         why.append(
             f"strategy.offload.weights: {strategy.offload_weights} needs weights that are sharded over several ranks "
             "(zero 1, 2 or 3); strategy.offload.optimizer=cpu works without"
@@ -170,7 +176,11 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
 
 def _why_not_through_transformers(strategy: Strategy | StrategySection) -> list[str]:
     """Return what a module that is not ours is not trained with: it is known by its tensors alone."""
-    refused = {"engine": strategy.engine != "native", "compile": strategy.compile, "recompute": strategy.recompute == "selective"}
+    refused = {
+        "engine": strategy.engine != "native",
+        "compile": strategy.compile,
+        "recompute": strategy.recompute == "selective",
+    }
     return [
         f"strategy.{key}: {str(getattr(strategy, key)).lower()} is not built for model.module=transformers; single, ddp "
         "and zero1 to zero3 of the native engine are, with recompute none or full"

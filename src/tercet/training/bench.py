@@ -61,9 +61,15 @@ def bench(
                 shutil.rmtree(left, ignore_errors=True)
     add_efficiency(rows)
     return {
-        "recipe": recipe, "overrides": list(overrides), "steps": steps, "warm_up": warm_up, "per_rank": per_rank,
-        "rehearsal": any(row["device"] == "cpu" for row in rows), "rows": rows, "refused": refused,
-    }  # fmt: skip
+        "recipe": recipe,
+        "overrides": list(overrides),
+        "steps": steps,
+        "warm_up": warm_up,
+        "per_rank": per_rank,
+        "rehearsal": any(row["device"] == "cpu" for row in rows),
+        "rows": rows,
+        "refused": refused,
+    }
 
 
 def _same_alone(recipe: str, keys: Sequence[str], seen: list[Any]) -> bool:

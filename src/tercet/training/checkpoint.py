@@ -205,7 +205,9 @@ class Checkpoints:
             if self._disk_full == "stop":
                 self._raise_full(what, needed_bytes)
             if not said:
-                self._say(f"{self._full(what, needed_bytes)}; waiting until there is space (Ctrl-C stops without saving)")
+                self._say(
+                    f"{self._full(what, needed_bytes)}; waiting until there is space (Ctrl-C stops without saving)"
+                )
                 said = True
             self._pause(what, needed_bytes)
 

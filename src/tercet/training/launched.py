@@ -98,12 +98,16 @@ def _compare_with_launcher(recipe: Recipe, plan: dict[str, Any], say: Callable[[
     differing = contradictions(asked_by_launcher(), strategy, recipe.train.precision)
     precision = differing.pop("train.precision", None)
     if precision is not None:
-        say(f"mixed_precision is {precision[0]} in the launcher's file; the recipe counts: train.precision is {precision[1]}")
+        say(
+            f"mixed_precision is {precision[0]} in the launcher's file; the recipe counts: train.precision is {precision[1]}"
+        )
     if not differing:
         return
     change = " ".join(f"{key}={theirs}" for key, (theirs, _) in differing.items())
     if strategy.engine == "deepspeed":
-        sentences = [f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()]
+        sentences = [
+            f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()
+        ]
         raise InputError("; ".join(sentences), f"Change the file, or follow it with: {change}")
     say(
         f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine} "

@@ -25,7 +25,11 @@ def launcher_name(environment: Mapping[str, str] = os.environ) -> str:
 def how_started(launcher: str, devices: Sequence[str], hosts: Sequence[str]) -> str:
     """Return one line for the console: launcher, ranks and where each of them computes."""
     places = list(dict.fromkeys(devices))
-    where = f"{'each ' if len(devices) > 1 else ''}on the {places[0]}" if len(places) == 1 else ", ".join(f"{n}: {d}" for n, d in enumerate(devices))
+    where = (
+        f"{'each ' if len(devices) > 1 else ''}on the {places[0]}"
+        if len(places) == 1
+        else ", ".join(f"{n}: {d}" for n, d in enumerate(devices))
+    )
     machines = sorted(set(hosts))
     if len(machines) > 1:
         where += f"; machines {', '.join(machines)}"

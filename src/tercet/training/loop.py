@@ -115,9 +115,15 @@ class Loop:
         seconds = time.perf_counter() - begin
         if self.record is not None:
             self.record.step(
-                p.step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=result.tokens, seconds=seconds,
-                tokens_per_second=result.tokens / seconds, **result.load,
-            )  # fmt: skip
+                p.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=lr,
+                tokens=result.tokens,
+                seconds=seconds,
+                tokens_per_second=result.tokens / seconds,
+                **result.load,
+            )
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
                 self.record.event("experts", step=p.step, counts=result.expert_counts)
 

@@ -79,7 +79,13 @@ class Rank:
     def report(self, error: BaseException) -> dict[str, Any]:
         """Return the error as data and leave it as a file; the log gets the traceback."""
         traceback.print_exception(error)
-        content = {"rank": self.rank, "time": time.time(), "step": self.step, "rows": self.rows, **describe_error(error)}
+        content = {
+            "rank": self.rank,
+            "time": time.time(),
+            "step": self.step,
+            "rows": self.rows,
+            **describe_error(error),
+        }
         write_error(error_file(self.run, self.rank), content)
         return content
 
@@ -91,10 +97,20 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     from tercet.parallel.world import is_collective_failure
 
     if isinstance(error, TercetError):
-        return {"message": error.message, "hint": error.hint, "exit_code": error.exit_code, "echo": False,
-                "interrupted": isinstance(error, InterruptedRun)}  # fmt: skip
-    content = {"message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1, "interrupted": False,
-               "echo": is_collective_failure(error)}  # fmt: skip
+        return {
+            "message": error.message,
+            "hint": error.hint,
+            "exit_code": error.exit_code,
+            "echo": False,
+            "interrupted": isinstance(error, InterruptedRun),
+        }
+    content = {
+        "message": f"{type(error).__name__}: {error}",
+        "hint": None,
+        "exit_code": 1,
+        "interrupted": False,
+        "echo": is_collective_failure(error),
+    }
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         content["message"] = f"out of memory: {error}"
         content["hint"] = "Lower strategy.micro_batch, set strategy.recompute=full, or see: tercet plan RECIPE"

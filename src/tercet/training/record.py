@@ -71,9 +71,12 @@ class Recorder:
         self._progress: Progress | None = None
         if console is not None and console.is_terminal:
             self._progress = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=24),
-                TextColumn("{task.fields[line]}"), console=console, transient=False,
-            )  # fmt: skip
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[line]}"),
+                console=console,
+                transient=False,
+            )
             self._task = self._progress.add_task("train", total=total_steps, completed=first_step, line="")
             self._progress.start()
 

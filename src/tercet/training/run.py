@@ -16,7 +16,6 @@ from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
 from tercet.engine import Engine, open_engine
 from tercet.errors import InputError
-from tercet.model.weights import DTYPES, save_folder, stored_weights
 from tercet.parallel.world import World
 from tercet.spec.families import describe
 from tercet.spec.families.through_transformers import TransformersModel
@@ -31,6 +30,8 @@ from tercet.training.record import Recorder, preparation_bar, write_json
 from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
 from tercet.training.swap import swap_folder
+from tercet.weights.reading import DTYPES, stored_weights
+from tercet.weights.writing import save_folder
 
 BYTES_PER_SAVED_PARAMETER = 12  # fp32 weights and two moments
 
@@ -62,24 +63,46 @@ def run_rank(
     if world.rank == 0:
         record = Recorder(run, total_steps, console, first_step=progress.step)
         record.event(
-            "resume" if progress.step else "start", step=progress.step, ranks=world.size, strategy=strategy.name,
-            parameters=spec.parameters, total_steps=total_steps, data=prepared.key, versions=_versions(),
-        )  # fmt: skip
+            "resume" if progress.step else "start",
+            step=progress.step,
+            ranks=world.size,
+            strategy=strategy.name,
+            parameters=spec.parameters,
+            total_steps=total_steps,
+            data=prepared.key,
+            versions=_versions(),
+        )
         write_json(run.path / "data.json", prepared.report)
         if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
             write_json(run.ds_config, config)
     checkpoints = Checkpoints(
-        run, world, recipe.output.keep, recipe.output.disk_full, spec.parameters * BYTES_PER_SAVED_PARAMETER,
-        record.say if record else lambda text: None, lambda: stop.requested,
-    )  # fmt: skip
+        run,
+        world,
+        recipe.output.keep,
+        recipe.output.disk_full,
+        spec.parameters * BYTES_PER_SAVED_PARAMETER,
+        record.say if record else lambda text: None,
+        lambda: stop.requested,
+    )
     loop = Loop(
-        engine, loader, world, checkpoints, record, recipe.train, recipe.optim,
-        total_steps=total_steps, micro_batch=strategy.micro_batch, checkpoint_every=recipe.output.checkpoint_every,
-        progress=progress, stop_requested=lambda: stop.requested,
+        engine,
+        loader,
+        world,
+        checkpoints,
+        record,
+        recipe.train,
+        recipe.optim,
+        total_steps=total_steps,
+        micro_batch=strategy.micro_batch,
+        checkpoint_every=recipe.output.checkpoint_every,
+        progress=progress,
+        stop_requested=lambda: stop.requested,
         state={"format": FORMAT, "ranks": world.size, "strategy": strategy.name, "data": prepared.key},
-        sample=_sampler(recipe, prepared, engine, record), has_validation=prepared.validation is not None, at=at,
+        sample=_sampler(recipe, prepared, engine, record),
+        has_validation=prepared.validation is not None,
+        at=at,
         terms=lambda update: further_terms(recipe.train, spec, update, total_steps),
-    )  # fmt: skip
+    )
     try:
         loop.run()
         at(progress.step, [])
@@ -136,10 +159,18 @@ def _engine(
             "Give the folder or hub name that holds them as model.path, or set model.init=random.",
         )
     return open_engine(
-        spec, strategy, recipe.optim, recipe.train.precision, world, seed=recipe.train.seed, weights=weights,
-        vocabulary=prepared.vocabulary, stop_ids=(prepared.eos_id,), batch_sequences=recipe.train.batch_sequences,
+        spec,
+        strategy,
+        recipe.optim,
+        recipe.train.precision,
+        world,
+        seed=recipe.train.seed,
+        weights=weights,
+        vocabulary=prepared.vocabulary,
+        stop_ids=(prepared.eos_id,),
+        batch_sequences=recipe.train.batch_sequences,
         swap=swap_folder(recipe, run) if strategy.on_nvme else None,
-    )  # fmt: skip
+    )
 
 
 def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], None]) -> Progress:
@@ -192,9 +223,7 @@ def _model_dtype(recipe: Recipe) -> str:
     return recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
 
 
-def _write_model(
-    recipe: Recipe, run: RunFolder, spec: Model, prepared: Prepared, engine: Engine, world: World
-) -> None:
+def _write_model(recipe: Recipe, run: RunFolder, spec: Model, prepared: Prepared, engine: Engine, world: World) -> None:
     """Write RUN/model, tensor by tensor through rank 0, under a temporary name until it is whole."""
     if world.rank > 0:
         for _ in engine.weights():  # takes part in the gathering
@@ -244,6 +273,9 @@ def _versions() -> dict[str, str]:
     import tokenizers
 
     return {
-        "tercet": __version__, "torch": torch.__version__, "numpy": numpy.__version__,
-        "tokenizers": tokenizers.__version__, "python": platform.python_version(),
-    }  # fmt: skip
+        "tercet": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "tokenizers": tokenizers.__version__,
+        "python": platform.python_version(),
+    }

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 from tercet.errors import InputError, InterruptedRun, NotLegalError, TercetError
-from tercet.model.hub import ensure_here
 from tercet.spec.families import describe
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run, read_json
@@ -27,6 +26,7 @@ from tercet.spec.strategy import Work, not_built, why_not
 from tercet.training.lock import RunLock
 from tercet.training.swap import Swap
 from tercet.units import show_bytes
+from tercet.weights.hub import ensure_here
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for the other ranks to tell what they know, after one has failed
@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> 
     if why := why_not(model, strategy, work):
         raise NotLegalError(why)
     if strategy.engine == "deepspeed":
-        from tercet.engine.deepspeed_here import require_deepspeed
+        from tercet.engine.deepspeed.installed import require_deepspeed
 
         require_deepspeed()
     accumulation = strategy.accumulation(work.batch_sequences)

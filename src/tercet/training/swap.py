@@ -37,7 +37,7 @@ class Swap:
         """Have the library built, the folder empty and room in it. Raises InputError that says what is missing."""
         if self._folder is None:
             return
-        from tercet.engine.async_io import ensure_built, require_direct_files
+        from tercet.engine.deepspeed.async_io import ensure_built, require_direct_files
         from tercet.training.record import preparation_bar
 
         with preparation_bar(Console(stderr=True)) as bar:

@@ -27,9 +27,5 @@ def legal(model: Model, size: int) -> list[str]:
     return [
         f"strategy.tensor: {size} does not divide {', '.join(bad)} (a sum over ranks needs equal parts); {ways}; "
         f"or use {size} ranks without cutting tensors: zero 1 to 3 take any number"
-        + (
-            f", and pipeline: {size} cuts {len(model.layers)} layers unevenly"
-            if size <= len(model.layers)
-            else ""
-        )
+        + (f", and pipeline: {size} cuts {len(model.layers)} layers unevenly" if size <= len(model.layers) else "")
     ]

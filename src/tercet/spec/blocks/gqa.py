@@ -59,5 +59,10 @@ class GQA:
         """Flash attention keeps queries, keys, values, its output and one number a head (arXiv 2205.14135)."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         normed = q + kv if self.qk_norm else 0  # the norm's own input, besides the rotated row
-        return Kept(inputs=width, outputs=2 * q + 2 * kv + normed, products=0, stats=self.heads,
-                    elementwise=2 * (q + kv) + 2 * normed)  # fmt: skip
+        return Kept(
+            inputs=width,
+            outputs=2 * q + 2 * kv + normed,
+            products=0,
+            stats=self.heads,
+            elementwise=2 * (q + kv) + 2 * normed,
+        )

@@ -75,5 +75,10 @@ class MLA:
         """The latents before and after their norms, full queries, keys and values, and attention's output."""
         latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope_dim
         full = self.heads * (2 * self.query_dim + 2 * self.value_dim)
-        return Kept(inputs=width, outputs=latents + full, products=0, stats=self.heads,
-                    elementwise=latents + 4 * self.heads * self.query_dim)  # fmt: skip
+        return Kept(
+            inputs=width,
+            outputs=latents + full,
+            products=0,
+            stats=self.heads,
+            elementwise=latents + 4 * self.heads * self.query_dim,
+        )

@@ -59,8 +59,19 @@ def from_config(config: dict[str, Any], source: str) -> tuple[Any, dict[str, Any
 
 # What every decoder's config says, and what says nothing about its arithmetic.
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_HARMLESS = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type",
-             "pretraining_tp", "ep_size", "output_router_logits", "task_specific_params")  # fmt: skip
+_HARMLESS = (
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "model_type",
+    "pretraining_tp",
+    "ep_size",
+    "output_router_logits",
+    "task_specific_params",
+)
 
 
 def _unknown(config: dict[str, Any], kind: Any, source: str) -> str:
@@ -86,9 +97,22 @@ def _unknown(config: dict[str, Any], kind: Any, source: str) -> str:
 
 
 def _smallest(family: str, module: Any) -> Model:
-    sizes = {"family": family, "vocabulary": 8, "width": 8, "layers": 2, "heads": 2, "ffn": 8, "kv_rank": 4,
-             "nope_dim": 2, "rope_dim": 2, "value_dim": 2, "experts": 2, "experts_per_token": 1, "expert_ffn": 4,
-             "dense_layers": 1}  # fmt: skip
+    sizes = {
+        "family": family,
+        "vocabulary": 8,
+        "width": 8,
+        "layers": 2,
+        "heads": 2,
+        "ffn": 8,
+        "kv_rank": 4,
+        "nope_dim": 2,
+        "rope_dim": 2,
+        "value_dim": 2,
+        "experts": 2,
+        "experts_per_token": 1,
+        "expert_ffn": 4,
+        "dense_layers": 1,
+    }
     return module.build(sizes)
 
 

@@ -31,36 +31,93 @@ _YARN = {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "or
 _V2_YARN = {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 _V3_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 _V3: Sizes = {
-    "family": "deepseek_v3", "vocabulary": 129_280, "width": 7168, "layers": 61, "heads": 128, "ffn": 18_432,
-    "q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
-    "experts": 256, "experts_per_token": 8, "shared_experts": 1, "expert_ffn": 2048, "dense_layers": 3,
-    "expert_groups": 8, "groups_per_token": 4, "expert_scale": 2.5, "normalize_experts": True, "mtp_depth": 1,
-    "context_tokens": 163_840, "rope_scaling": _V3_YARN,
-}  # fmt: skip
+    "family": "deepseek_v3",
+    "vocabulary": 129_280,
+    "width": 7168,
+    "layers": 61,
+    "heads": 128,
+    "ffn": 18_432,
+    "q_rank": 1536,
+    "kv_rank": 512,
+    "nope_dim": 128,
+    "rope_dim": 64,
+    "value_dim": 128,
+    "experts": 256,
+    "experts_per_token": 8,
+    "shared_experts": 1,
+    "expert_ffn": 2048,
+    "dense_layers": 3,
+    "expert_groups": 8,
+    "groups_per_token": 4,
+    "expert_scale": 2.5,
+    "normalize_experts": True,
+    "mtp_depth": 1,
+    "context_tokens": 163_840,
+    "rope_scaling": _V3_YARN,
+}
 
 # Each preset's numbers are those of the config.json of the hub repository named beside it; how experts
 # are balanced, which configs do not hold, follows from the papers: see build().
 PRESETS: dict[str, Sizes] = {
     # deepseek-ai/deepseek-moe-16b-base; arXiv 2401.06066
     "deepseek-moe-16b": {
-        "family": "deepseek", "vocabulary": 102_400, "width": 2048, "layers": 28, "heads": 16, "ffn": 10_944,
-        "experts": 64, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1,
+        "family": "deepseek",
+        "vocabulary": 102_400,
+        "width": 2048,
+        "layers": 28,
+        "heads": 16,
+        "ffn": 10_944,
+        "experts": 64,
+        "experts_per_token": 6,
+        "shared_experts": 2,
+        "expert_ffn": 1408,
+        "dense_layers": 1,
         "context_tokens": 4096,
     },
     # deepseek-ai/DeepSeek-V2-Lite; arXiv 2405.04434
     "deepseek-v2-lite": {
-        "family": "deepseek_v2", "vocabulary": 102_400, "width": 2048, "layers": 27, "heads": 16, "ffn": 10_944,
-        "q_rank": None, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
-        "experts": 64, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1,
-        "context_tokens": 163_840, "rope_scaling": _V2_YARN,
+        "family": "deepseek_v2",
+        "vocabulary": 102_400,
+        "width": 2048,
+        "layers": 27,
+        "heads": 16,
+        "ffn": 10_944,
+        "q_rank": None,
+        "kv_rank": 512,
+        "nope_dim": 128,
+        "rope_dim": 64,
+        "value_dim": 128,
+        "experts": 64,
+        "experts_per_token": 6,
+        "shared_experts": 2,
+        "expert_ffn": 1408,
+        "dense_layers": 1,
+        "context_tokens": 163_840,
+        "rope_scaling": _V2_YARN,
     },
     # deepseek-ai/DeepSeek-V2; arXiv 2405.04434
     "deepseek-v2": {
-        "family": "deepseek_v2", "vocabulary": 102_400, "width": 5120, "layers": 60, "heads": 128, "ffn": 12_288,
-        "q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
-        "experts": 160, "experts_per_token": 6, "shared_experts": 2, "expert_ffn": 1536, "dense_layers": 1,
-        "expert_groups": 8, "groups_per_token": 3, "expert_scale": 16.0,
-        "context_tokens": 163_840, "rope_scaling": _V2_YARN,
+        "family": "deepseek_v2",
+        "vocabulary": 102_400,
+        "width": 5120,
+        "layers": 60,
+        "heads": 128,
+        "ffn": 12_288,
+        "q_rank": 1536,
+        "kv_rank": 512,
+        "nope_dim": 128,
+        "rope_dim": 64,
+        "value_dim": 128,
+        "experts": 160,
+        "experts_per_token": 6,
+        "shared_experts": 2,
+        "expert_ffn": 1536,
+        "dense_layers": 1,
+        "expert_groups": 8,
+        "groups_per_token": 3,
+        "expert_scale": 16.0,
+        "context_tokens": 163_840,
+        "rope_scaling": _V2_YARN,
     },
     # deepseek-ai/DeepSeek-V3; arXiv 2412.19437
     "deepseek-v3": _V3,
@@ -68,13 +125,30 @@ PRESETS: dict[str, Sizes] = {
     "deepseek-r1": _V3,
     # Ours: everything V3 has, small enough for two CPU cores.
     "deepseek-v3-tiny": {
-        "family": "deepseek_v3", "vocabulary": 4096, "width": 192, "layers": 4, "heads": 4, "ffn": 512,
-        "q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32,
-        "experts": 16, "experts_per_token": 4, "shared_experts": 1, "expert_ffn": 96, "dense_layers": 1,
-        "expert_groups": 4, "groups_per_token": 2, "expert_scale": 2.5, "normalize_experts": True, "mtp_depth": 1,
+        "family": "deepseek_v3",
+        "vocabulary": 4096,
+        "width": 192,
+        "layers": 4,
+        "heads": 4,
+        "ffn": 512,
+        "q_rank": 96,
+        "kv_rank": 64,
+        "nope_dim": 32,
+        "rope_dim": 16,
+        "value_dim": 32,
+        "experts": 16,
+        "experts_per_token": 4,
+        "shared_experts": 1,
+        "expert_ffn": 96,
+        "dense_layers": 1,
+        "expert_groups": 4,
+        "groups_per_token": 2,
+        "expert_scale": 2.5,
+        "normalize_experts": True,
+        "mtp_depth": 1,
         "context_tokens": 512,
     },
-}  # fmt: skip
+}
 
 HUB = {
     "deepseek-ai/deepseek-moe-16b-base": "deepseek-moe-16b",
@@ -260,8 +334,11 @@ def to_hf(model: Model) -> dict[str, Any]:
             "routed_scaling_factor": gate.scale,
         }
         if model.family == "deepseek_v3":
-            own |= {"topk_method": "noaux_tc", "rope_interleave": attention.interleaved,
-                    "num_nextn_predict_layers": len(model.mtp)}  # fmt: skip
+            own |= {
+                "topk_method": "noaux_tc",
+                "rope_interleave": attention.interleaved,
+                "num_nextn_predict_layers": len(model.mtp),
+            }
         else:
             grouped = gate.groups > 1
             own |= {

@@ -106,5 +106,10 @@ def _llama3(file: Any, own: Any, path: Path) -> dict[str, Any]:
         expected = factor if share < 0 else 1.0 if share > 1 else 1 / ((1 - share) / factor + share)
         if abs(expected - divisor) > 0.01 * divisor:
             raise InputError(f"{path}: its table of rotary frequencies follows no rule that is built")
-    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": trained}  # fmt: skip
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": trained,
+    }

@@ -23,14 +23,34 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 
 
 def _qwen2(width: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Sizes:
-    return {"family": "qwen2", "vocabulary": 152_064, "width": width, "ffn": ffn, "layers": layers, "heads": heads,
-            "kv_heads": kv_heads, "rope_theta": 1_000_000.0, "context_tokens": 131_072, **more}  # fmt: skip
+    return {
+        "family": "qwen2",
+        "vocabulary": 152_064,
+        "width": width,
+        "ffn": ffn,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "rope_theta": 1_000_000.0,
+        "context_tokens": 131_072,
+        **more,
+    }
 
 
 def _qwen3(width: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Sizes:
-    return {"family": "qwen3", "vocabulary": 151_936, "width": width, "ffn": ffn, "layers": layers, "heads": heads,
-            "kv_heads": kv_heads, "head_dim": 128, "rope_theta": 1_000_000.0, "context_tokens": 40_960,
-            **more}  # fmt: skip
+    return {
+        "family": "qwen3",
+        "vocabulary": 151_936,
+        "width": width,
+        "ffn": ffn,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 128,
+        "rope_theta": 1_000_000.0,
+        "context_tokens": 40_960,
+        **more,
+    }
 
 
 # Each preset's numbers are those of the config.json of the hub repository named beside it.
@@ -55,16 +75,29 @@ PRESETS: dict[str, Sizes] = {
     "qwen3-14b": _qwen3(5120, 17_408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, 8),
     # Qwen/Qwen3-30B-A3B
-    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, 4, family="qwen3_moe", experts=128, experts_per_token=8,
-                            expert_ffn=768, normalize_experts=True, batch_balance=0.001),
-}  # fmt: skip
+    "qwen3-30b-a3b": _qwen3(
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        family="qwen3_moe",
+        experts=128,
+        experts_per_token=8,
+        expert_ffn=768,
+        normalize_experts=True,
+        batch_balance=0.001,
+    ),
+}
 
 HUB = {
-    **{f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{s}": f"deepseek-r1-distill-qwen-{s.lower()}"
-       for s in ("1.5B", "7B", "14B", "32B")},
+    **{
+        f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{s}": f"deepseek-r1-distill-qwen-{s.lower()}"
+        for s in ("1.5B", "7B", "14B", "32B")
+    },
     **{f"Qwen/Qwen2.5-{s}": f"qwen2.5-{s.lower()}" for s in ("0.5B", "1.5B", "3B", "7B", "14B", "32B")},
     **{f"Qwen/Qwen3-{s}": f"qwen3-{s.lower()}" for s in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")},
-}  # fmt: skip
+}
 
 
 def build(sizes: Sizes, name: str = "") -> Model:

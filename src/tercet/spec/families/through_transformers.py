@@ -170,12 +170,18 @@ def build(
     feedforward = SwiGLU(_size(config, "intermediate_size", "n_inner", "ffn_dim") or max(sides, default=width))
     inside = {f"{prefix}{n}.{t.name}" for n, layer in layers.items() for t in layer}
     return TransformersModel(
-        family=config["model_type"], name=name, vocabulary=tables[0].shape[0], width=width,
+        family=config["model_type"],
+        name=name,
+        vocabulary=tables[0].shape[0],
+        width=width,
         layers=tuple(TransformersLayer(attention, feedforward, tensors) for tensors in own),
         tied=not any(t.kind == "head" for t in tensors),
         context_tokens=_size(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048,
-        unread=unread, prefix=prefix, outside=tuple(t for t in tensors if t.name not in inside), config=config,
-    )  # fmt: skip
+        unread=unread,
+        prefix=prefix,
+        outside=tuple(t for t in tensors if t.name not in inside),
+        config=config,
+    )
 
 
 def _size(config: dict[str, Any], *keys: str) -> int | None:

@@ -67,14 +67,22 @@ def deepspeed_config(
     }
     if strategy.on_nvme:  # DeepSpeed's defaults, written out
         config["aio"] = {
-            "block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,
-            "overlap_events": True, "use_gds": False,
-        }  # fmt: skip
+            "block_size": 2**20,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        }
     if precision == "fp16":
         # Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
         config["fp16"] |= {
-            "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1,
-        }  # fmt: skip
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
     return config
 
 
@@ -128,9 +136,10 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
         section["offload_param"] = offload(strategy.offload_weights, on_card, swap)
     if "weights" in strategy.on_nvme:
         section["offload_param"] |= {
-            "buffer_count": NVME_WEIGHT_BUFFERS, "buffer_size": nvme_weight_buffer(largest, strategy.ranks),
+            "buffer_count": NVME_WEIGHT_BUFFERS,
+            "buffer_size": nvme_weight_buffer(largest, strategy.ranks),
             "max_in_cpu": 0,
-        }  # fmt: skip
+        }
         # A buffer is held until its weight is let go. Fetching ahead asks twice for a weight that is used twice
         # within the window, which DeepSpeed 0.19 then asserts against (partitioned_param_coordinator.py).
         section |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}

@@ -19,10 +19,19 @@ from torch import Tensor
 from tercet.errors import InputError
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class SafetensorsFile:
@@ -80,7 +89,9 @@ class SafetensorsFile:
         """Return the rows as they lie in the file, or None when their place does not fit their type's size."""
         if self._map is None:
             size = self.path.stat().st_size
-            self._map = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(self.path), False, size))
+            self._map = torch.empty(0, dtype=torch.uint8).set_(
+                torch.UntypedStorage.from_file(str(self.path), False, size)
+            )
         first, last = (self._begin + offset for offset in self._header[name]["data_offsets"])
         dtype = self.dtype(name)
         if first % dtype.itemsize:

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tercet.errors import InputError
-from tercet.model.safetensors_file import SafetensorsFile
+from tercet.errors import InputError, listed
 from tercet.spec.families import read_config
 from tercet.spec.families.names import Part, parts, plain, shared_copies
 from tercet.spec.model import Model
 from tercet.spec.model import Tensor as Description
+from tercet.weights.safetensors_file import SafetensorsFile
 
 READERS = 4  # tensors read at once
 SCALES = "_scale_inv"  # DeepSeek's FP8 files: weight_scale_inv holds what each block is multiplied with
@@ -185,11 +185,3 @@ class Stored:
                 if n + READERS < len(names):
                     ahead.append(pool.submit(self.tensor, names[n + READERS]))
                 yield name, value
-
-
-def listed(names: set[str]) -> str:
-    """Return "3 (a, b, c)", cut after eight names."""
-    if not names:
-        return "none"
-    shown = ", ".join(sorted(names)[:8])
-    return f"{len(names)} ({shown}{', …' if len(names) > 8 else ''})"

@@ -7,13 +7,12 @@ same for every source. Nothing here looks at a row's id, its source or its resul
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tercet.errors import InputError
-from tercet.planner.counts import Counts
+from tercet.planner.calibrate import Row
 from tercet.planner.job import Job
-from tercet.planner.ledger import moments, reserve, tensors_at_peak
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
 from tercet.spec.blocks.moe import MoE
@@ -30,30 +29,19 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A measurement, read. `why` says why it cannot be predicted; `assumed` what the row leaves open."""
-
-    id: str
-    source: str
-    model: Model | None
-    job: Job | None
-    machine: Machine | None
-    tokens_per_s: float | None
-    memory_bytes: float | None
-    memory_kind: str  # allocated, active, reserved, total
-    foreign: bool
-    assumed: tuple[str, ...] = ()
-    why: str | None = None
-
-
 def read_row(row: dict[str, Any]) -> Row:
     """Return the row as the planner's own terms. Never raises for a row: `why` holds the reason."""
     base = Row(
-        id=str(row.get("id", "?")), source=str(row.get("source", "?")), model=None, job=None, machine=None,
-        tokens_per_s=row.get("tokens_per_s"), memory_bytes=_memory(row), memory_kind=_memory_kind(row),
+        id=str(row.get("id", "?")),
+        source=str(row.get("source", "?")),
+        model=None,
+        job=None,
+        machine=None,
+        tokens_per_s=row.get("tokens_per_s"),
+        memory_bytes=_memory(row),
+        memory_kind=_memory_kind(row),
         foreign=is_foreign(row),
-    )  # fmt: skip
+    )
     try:
         model = model_of(row["model"])
         machine = machine_for(row)
@@ -83,9 +71,13 @@ def model_of(m: dict[str, Any]) -> Model:
     moe = m.get("moe") or {}
     if moe.get("mla"):
         attention: Any = MLA(
-            heads=heads, kv_rank=moe["kv_lora_rank"], nope_dim=moe["qk_nope"], rope_dim=moe["qk_rope"],
-            value_dim=moe["v_head"], q_rank=moe.get("q_lora_rank"),
-        )  # fmt: skip
+            heads=heads,
+            kv_rank=moe["kv_lora_rank"],
+            nope_dim=moe["qk_nope"],
+            rope_dim=moe["qk_rope"],
+            value_dim=moe["v_head"],
+            q_rank=moe.get("q_lora_rank"),
+        )
     else:
         attention = GQA(heads, int(m.get("kv_heads") or heads), int(m.get("head_dim") or width // heads))
     dense = Layer(attention, SwiGLU(int(m["ffn"])))
@@ -97,9 +89,14 @@ def model_of(m: dict[str, Any]) -> Model:
     else:
         layers = (dense,) * count
     return Model(
-        family="llama", name=str(m.get("name", "")), vocabulary=int(m["vocab"]), width=width, layers=layers,
-        tied=bool(m.get("tied_embeddings")), context_tokens=2**20,
-    )  # fmt: skip
+        family="llama",
+        name=str(m.get("name", "")),
+        vocabulary=int(m["vocab"]),
+        width=width,
+        layers=layers,
+        tied=bool(m.get("tied_embeddings")),
+        context_tokens=2**20,
+    )
 
 
 def machine_for(row: dict[str, Any]) -> Machine:
@@ -297,8 +294,14 @@ def _recompute(words: str) -> str:
 
 
 def _matmul(precision: str) -> str:
-    for word, key in (("fp8", "fp8"), ("float8", "fp8"), ("int8", "int8"), ("fp16 acc", "fp16_fast"),
-                      ("fp16", "fp16"), ("fp32", "fp32")):  # fmt: skip
+    for word, key in (
+        ("fp8", "fp8"),
+        ("float8", "fp8"),
+        ("int8", "int8"),
+        ("fp16 acc", "fp16_fast"),
+        ("fp16", "fp16"),
+        ("fp32", "fp32"),
+    ):
         if word in precision:
             return "bf16" if key == "fp32" and "bf16" in precision else key
     return "bf16"
@@ -360,17 +363,3 @@ def _memory_kind(row: dict[str, Any]) -> str:
         return "total"
     # "peak memory reported by recipe": torchtune prints active, reserved and allocated; its table does not say which.
     return "active" if "active" in words else "allocated"
-
-
-def predicted_memory(counts: Counts, job: Job, constants: Any, kind: str) -> float:
-    """Return the memory of a kind: allocated and active: tensors; reserved: PyTorch's; total: the card's; resident:
-    a CPU process's.
-    """
-    tensors = tensors_at_peak(counts, job, constants)
-    if kind == "resident":
-        return sum(moments(counts, job, constants, on_gpu=False)["peak"].values())
-    if kind in ("allocated", "active"):
-        return tensors
-    if kind == "reserved":
-        return tensors * (1 + constants.reserve_share)
-    return reserve({"all": tensors}, job, constants, on_gpu=True) + tensors

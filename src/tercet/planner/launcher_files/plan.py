@@ -8,8 +8,8 @@ from typing import Any
 from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
 from tercet.planner.counts import Counts
-from tercet.planner.foreign import Reading, read_accelerate, read_deepspeed, read_file
-from tercet.planner.foreign_write import write_accelerate
+from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed, read_file
+from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
 from tercet.planner.table import need_line
@@ -45,8 +45,10 @@ def plan_from_files(
     lines = reading_lines(found)
     if write:
         write_accelerate(found, write, launcher_overrides(found))
-        lines.append(f"written: {write}; start with: accelerate launch --config_file {write} -m tercet train RECIPE "
-                     + " ".join(launcher_overrides(found)))  # fmt: skip
+        lines.append(
+            f"written: {write}; start with: accelerate launch --config_file {write} -m tercet train RECIPE "
+            + " ".join(launcher_overrides(found))
+        )
     common: dict[str, Any] = {
         "read": lines,
         "findings": [{"key": k, "kind": kind, "says": s} for k, kind, s in found.findings],
@@ -104,8 +106,11 @@ def _count(gpus: str | None) -> int | None:
 
 def as_overrides(found: Reading) -> list[str]:
     """Return the reading as recipe overrides."""
-    result = [f"strategy.zero={found.zero}", f"strategy.offload.optimizer={found.offload_optimizer}",
-              f"strategy.offload.weights={found.offload_weights}"]  # fmt: skip
+    result = [
+        f"strategy.zero={found.zero}",
+        f"strategy.offload.optimizer={found.offload_optimizer}",
+        f"strategy.offload.weights={found.offload_weights}",
+    ]
     if found.nvme_path:
         result.append(f"strategy.offload.nvme_path={found.nvme_path}")
     if found.offload_optimizer != "none" or found.offload_weights != "none" or found.precision == "fp16":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tercet.errors import InputError
-from tercet.model.weights import SHARD_BYTES, TOKENIZER_FILES, write_shards
+from tercet.weights.writing import SHARD_BYTES, TOKENIZER_FILES, write_shards
 
 KEPT_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from tercet.errors import InputError
-from tercet.planner.foreign import Reading
+from tercet.planner.launcher_files.read import Reading
 
 HEADER = """\
 # Written by: tercet plan --accelerate-config {source} --write {target}

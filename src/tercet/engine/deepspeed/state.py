@@ -43,7 +43,9 @@ class Fragments:
         self.base = engine.basic_optimizer
         # Stage 0 keeps fp32 copies of bf16 and fp16 weights, and fp32 weights themselves are the masters.
         low, high = getattr(self._optimizer, "fp16_groups", ()), getattr(self._optimizer, "fp32_groups", ())
-        self._copies = {p: c for ps, cs in zip(low, high, strict=False) for p, c in zip(ps, cs, strict=True)} if zero == 0 else {}
+        self._copies = (
+            {p: c for ps, cs in zip(low, high, strict=False) for p, c in zip(ps, cs, strict=True)} if zero == 0 else {}
+        )
         self.flats: list[Tensor] = self._flat_masters()
         in_files = getattr(self._optimizer, "_swappable_optimizer_subgroup", lambda group: False)
         self._in_files = {group for group in range(len(self.flats)) if in_files(group)}
@@ -142,9 +144,11 @@ class Fragments:
             flat = self.flats[mapping.param_group_index]
         state = self.base.state[flat]
         return Fragment(
-            self._names[parameter], begin, flat.detach().view(-1)[offset : offset + length],
+            self._names[parameter],
+            begin,
+            flat.detach().view(-1)[offset : offset + length],
             {m: state[m].view(-1)[offset : offset + length] for m in MOMENTS},
-        )  # fmt: skip
+        )
 
     def wholes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), put together from all ranks; every rank must run through all."""
@@ -177,10 +181,16 @@ class Fragments:
         gradients = named("fp32_groups_gradients_flat", "averaged_gradients")
         gradients += [t.grad for t in self._names if t.grad is not None]
         offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-        pinned = named("accumulated_grads_in_cpu", "temp_grad_buffer_for_cpu_offload", "param_buffer_of_bit16_for_cpu_offload_groups")
+        pinned = named(
+            "accumulated_grads_in_cpu",
+            "temp_grad_buffer_for_cpu_offload",
+            "param_buffer_of_bit16_for_cpu_offload_groups",
+        )
         if self._in_files:
             pinned += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers
-        buckets = [t for b in getattr(optimizer, "ipg_buckets", {}).values() for t in _tensors(getattr(b, "buffer", None))]
+        buckets = [
+            t for b in getattr(optimizer, "ipg_buckets", {}).values() for t in _tensors(getattr(b, "buffer", None))
+        ]
         return {
             "master": [f.detach() for f in self.flats],
             "optimizer": [t for f in self.flats for t in self.base.state[f].values() if isinstance(t, Tensor)],

@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.engine import MicroBatch, StepResult, Terms
-from tercet.engine.async_io import load_libraries
-from tercet.engine.deepspeed_config import deepspeed_config
-from tercet.engine.deepspeed_here import require_deepspeed
-from tercet.engine.deepspeed_state import MOMENTS, Fragments, restore_scaler, scaler_state
+from tercet.engine.deepspeed.async_io import load_libraries
+from tercet.engine.deepspeed.config import deepspeed_config
+from tercet.engine.deepspeed.installed import require_deepspeed
+from tercet.engine.deepspeed.state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
 from tercet.errors import InputError, NotLegalError
 from tercet.model.balance import Balancer
+from tercet.model.build import make_buffers
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
-from tercet.model.weights import make_buffers
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
 from tercet.spec.model import Model
@@ -135,8 +135,9 @@ class DeepSpeedEngine:
 
     def _initialize(self, ds: Any, optim: OptimSection) -> Any:
         groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": optim.weight_decay}, {"params": [], "weight_decay": 0.0},
-        ]  # fmt: skip
+            {"params": [], "weight_decay": optim.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
         for name, parameter in self.module.named_parameters():
             groups[self._descriptions[name].kind in UNDECAYED]["params"].append(parameter)
         groups = [g for g in groups if g["params"]]
@@ -231,11 +232,17 @@ class DeepSpeedEngine:
         self.module.eval()
         return [
             generate(
-                self.module, len(self.spec.layers), prompt, n, vocabulary=self._vocabulary, device=self.world.device,
-                stop=self._stop_ids, fixed_length=self.world.size > 1,
+                self.module,
+                len(self.spec.layers),
+                prompt,
+                n,
+                vocabulary=self._vocabulary,
+                device=self.world.device,
+                stop=self._stop_ids,
+                fixed_length=self.world.size > 1,
             )
             for prompt in prompts
-        ]  # fmt: skip
+        ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), put together one at a time; every rank must run through all of them."""

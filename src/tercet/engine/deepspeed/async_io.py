@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from tercet.engine.deepspeed_here import require_deepspeed
+from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError
 
 LIBRARIES = ("pin_memory", "async_io")  # the first holds what the second uses
@@ -90,12 +90,19 @@ def _build(folder: Path, progress: Callable[[int, int, str], None]) -> None:
     here = str(Path(sys.executable).parent)
     # A build folder of our own: what another process was killed in, torch's own lock included, is not in it.
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-        environment = {**os.environ, "TORCH_EXTENSIONS_DIR": work, "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}"}
+        environment = {
+            **os.environ,
+            "TORCH_EXTENSIONS_DIR": work,
+            "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
         log = Path(work, "log")
         begin = time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tercet.engine.async_io"], env=environment, stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "tercet.engine.deepspeed.async_io"],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
             try:
                 while process.poll() is None:
@@ -121,7 +128,9 @@ def _sources() -> int:
     """Return the files to compile, as DeepSpeed's own folders have them."""
     found = importlib.util.find_spec("deepspeed")
     base = Path(next(iter(found.submodule_search_locations or ()))) if found else Path()
-    return max(1, sum(1 for _ in base.glob("ops/csrc/aio/**/*.cpp")) + sum(1 for _ in base.glob("ops/csrc/pin_memory/*.cpp")))
+    return max(
+        1, sum(1 for _ in base.glob("ops/csrc/aio/**/*.cpp")) + sum(1 for _ in base.glob("ops/csrc/pin_memory/*.cpp"))
+    )
 
 
 def load_libraries() -> None:
@@ -131,7 +140,9 @@ def load_libraries() -> None:
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     if not is_built():
-        raise InputError("DeepSpeed's asynchronous file access is not built", "tercet train builds it before its ranks start.")
+        raise InputError(
+            "DeepSpeed's asynchronous file access is not built", "tercet train builds it before its ranks start."
+        )
     loaded = OpBuilder._loaded_ops  # what a builder's load() returns without building
     for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
         if builder.name not in loaded:

@@ -20,24 +20,40 @@ from tercet.errors import InputError, nearest
 _KEYS = {
     name: frozenset(keys.split())
     for name, keys in tomllib.loads(
-        (resources.files("tercet.planner") / "foreign_keys.toml").read_text(encoding="utf-8")
+        (resources.files("tercet.planner.launcher_files") / "keys.toml").read_text(encoding="utf-8")
     ).items()
 }
 DEEPSPEED = _KEYS["deepspeed"]
 ZERO = _KEYS["zero"]
 ONLY_STAGE_3 = frozenset(k for k in ZERO if k.startswith("stage3_")) | {
-    "offload_param", "cpu_offload_param", "sub_group_size", "memory_efficient_linear", "override_module_apply",
-    "zero_hpz_partition_size", "zero_quantized_weights",
-}  # fmt: skip
+    "offload_param",
+    "cpu_offload_param",
+    "sub_group_size",
+    "memory_efficient_linear",
+    "override_module_apply",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+}
 # Read by the optimizer of stages 1 and 2; stage 3 has another, which gathers and reduces in its own way.
 ONLY_STAGE_12 = frozenset(
-    ("allgather_partitions", "allgather_bucket_size", "load_from_fp32_weights", "round_robin_gradients",
-     "ignore_unused_parameters", "use_multi_rank_bucket_allreduce", "legacy_stage1")
-)  # fmt: skip
+    (
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "load_from_fp32_weights",
+        "round_robin_gradients",
+        "ignore_unused_parameters",
+        "use_multi_rank_bucket_allreduce",
+        "legacy_stage1",
+    )
+)
 OFFLOAD = _KEYS["offload"]
-DEPRECATED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param", "bfloat16": "bf16",
-              "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory",
-              "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}  # fmt: skip
+DEPRECATED = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "bfloat16": "bf16",
+    "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
 
 ACCELERATE = _KEYS["accelerate"]
 ACCELERATE_DEEPSPEED = _KEYS["accelerate_deepspeed"]
@@ -111,10 +127,11 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
     checkpointing = content.get("activation_checkpointing")
     if checkpointing:
         found.say(
-            "activation_checkpointing", "dead",
+            "activation_checkpointing",
+            "dead",
             "activation_checkpointing sets options of deepspeed.checkpointing; by itself it recomputes nothing: the "
             "model must call it (here: strategy.recompute=full)",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -195,10 +212,11 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
     if batch and micro and accumulation:
         if batch != micro * accumulation * ranks:
             found.say(
-                keys[0], "contradiction",
+                keys[0],
+                "contradiction",
                 f"train_batch_size {batch} is not micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = "
                 f"{micro * accumulation * ranks}; DeepSpeed stops at that",
-            )  # fmt: skip
+            )
     elif batch and (micro or accumulation):
         known = micro or accumulation or 1
         third = batch / (known * ranks)
@@ -208,11 +226,12 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
             below, above = max(unit, batch // unit * unit), -(-batch // unit) * unit
             choices = f"{above}" if below == above else f"{below} or {above}"
             found.say(
-                keys[0], "contradiction",
+                keys[0],
+                "contradiction",
                 f"train_batch_size {batch} over {ranks} ranks and "
                 f"{'micro-batch' if micro else 'accumulation'} {known} leaves "
                 f"{name} {third:.2f}; {choices} would divide",
-            )  # fmt: skip
+            )
         else:
             found.say(keys[0], "note", f"{name} follows: {batch} / ({known} x {ranks} ranks) = {int(third)}")
             if micro:
@@ -245,9 +264,10 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     if kind is None:
         wanted = "DEEPSPEED" if deepspeed or any(k in ZERO for k in content) else "FSDP" if fsdp else "MULTI_GPU"
         found.say(
-            "distributed_type", "refused",
+            "distributed_type",
+            "refused",
             f"distributed_type is missing: accelerate launch refuses the file; add distributed_type: {wanted}",
-        )  # fmt: skip
+        )
         kind = wanted
     precision = content.get("mixed_precision")
     if precision not in (None, "no", False):
@@ -274,8 +294,14 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
     if file:
         inner = read_deepspeed(read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks)
         for key in section:
-            if key in ("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device",
-                       "offload_param_device", "zero3_save_16bit_model"):  # fmt: skip
+            if key in (
+                "zero_stage",
+                "gradient_accumulation_steps",
+                "gradient_clipping",
+                "offload_optimizer_device",
+                "offload_param_device",
+                "zero3_save_16bit_model",
+            ):
                 inner.say(
                     key,
                     "contradiction",
@@ -290,11 +316,12 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
             continue
         if key in ZERO or key in DEEPSPEED:
             found.say(
-                f"deepspeed_config.{key}", "dead",
+                f"deepspeed_config.{key}",
+                "dead",
                 f"deepspeed_config.{key} belongs into a DeepSpeed JSON (deepspeed_config_file); accelerate's own "
                 "section "
                 "does not pass it on",
-            )  # fmt: skip
+            )
         else:
             found.unknown(key, ACCELERATE_DEEPSPEED, "deepspeed_config.")
     stage = section.get("zero_stage")

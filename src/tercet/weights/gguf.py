@@ -16,7 +16,7 @@ from tercet.spec.model import Model
 
 
 class GGUFFile:
-    """Implements tercet.model.stored.Files. Values are fp32: what the quantised numbers mean."""
+    """Implements tercet.weights.stored.Files. Values are fp32: what the quantised numbers mean."""
 
     def __init__(self, path: Path, spec: Model):
         import gguf

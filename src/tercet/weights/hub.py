@@ -179,9 +179,14 @@ class HuggingFace:
         from huggingface_hub import snapshot_download
 
         return snapshot_download(
-            self.name, revision=self.revision, token=self.token, endpoint=self.endpoint,
-            allow_patterns=[f.path for f in files], local_dir=folder, **options,
-        )  # fmt: skip
+            self.name,
+            revision=self.revision,
+            token=self.token,
+            endpoint=self.endpoint,
+            allow_patterns=[f.path for f in files],
+            local_dir=folder,
+            **options,
+        )
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         from huggingface_hub import errors
@@ -239,9 +244,7 @@ class ModelScope:
         return path.is_file() and path.stat().st_size == file.size
 
 
-def download(
-    url: str, target: Path, file: RemoteFile, name: str, headers: dict[str, str], arrived: Arrived
-) -> None:
+def download(url: str, target: Path, file: RemoteFile, name: str, headers: dict[str, str], arrived: Arrived) -> None:
     """Fetch one file of a repository; a partial one lies beside it as .part and is continued.
 
     Raises TercetError when the connection breaks or the content is not what was announced.

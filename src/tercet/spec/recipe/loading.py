@@ -1,0 +1,140 @@
+"""How a recipe is read: defaults, YAML file, `key=value` overrides; every value knows the line it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tercet.errors import InputError, nearest
+from tercet.spec.recipe.sections import Recipe, model_word, strategy_word
+from tercet.spec.recipe.wording import explain, section_names
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> file of the recipes that come with the package."""
+    folder = Path(str(resources.files("tercet") / "recipes"))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """Return the file of a recipe: a path, or the name of a shipped one. Raises InputError with nearest names."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    if str(name) in shipped:
+        return shipped[str(name)]
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        raise InputError(f"recipe {str(name)!r} is not a file")
+    raise InputError(
+        f"no recipe {str(name)!r}{nearest(str(name), shipped)}",
+        f"Give a YAML file or one of the shipped recipes: {', '.join(shipped)}.",
+    )
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` overrides.
+
+    Raises InputError that names file and line (or the override), the value seen and what is allowed.
+    """
+    path = find_recipe(name)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8", "Save the recipe as UTF-8.") from None
+    tree, lines = read_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a recipe is a mapping of sections ({', '.join(section_names())})")
+    tree.setdefault("name", path.stem)
+    return build_recipe(tree, overrides, lines)
+
+
+# One length of a run on the command line takes the place of the file's other one.
+INSTEAD = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+
+
+def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dict[str, str] | None = None) -> Recipe:
+    """Validate a plain tree of values. `lines` maps a dotted key to the "file, line n" it came from."""
+    lines = dict(lines or {})
+    overrides = list(overrides)
+    given = {override.partition("=")[0] for override in overrides}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key:
+            raise InputError(f"{override!r} is not key=value", "For example: train.steps=100")
+        key = key.strip()
+        _set(tree, key, _override_value(value, override))
+        lines[key] = f"{override!r} on the command line"
+        if (other := INSTEAD.get(key)) and other not in given and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other.partition(".")[2], None)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise InputError("\n".join(explain(error, lines))) from None
+
+
+def read_yaml(text: str, name: str) -> tuple[Any, dict[str, str]]:
+    """Return (values, dotted key -> "name, line n"); every scalar stays text. Raises InputError with the line."""
+    lines: dict[str, str] = {}
+
+    def value(node: yaml.Node, key: str) -> Any:
+        lines[key] = f"{name}, line {node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode):
+            result: dict[str, Any] = {}
+            for k, v in node.value:
+                child = f"{key}.{k.value}" if key else str(k.value)
+                if k.value in result:
+                    raise InputError(f"{name}, line {k.start_mark.line + 1}: {child} is given twice")
+                result[k.value] = value(v, child)
+                lines[child] = f"{name}, line {k.start_mark.line + 1}"
+            return result
+        if isinstance(node, yaml.SequenceNode):
+            return [value(v, f"{key}.{i}") for i, v in enumerate(node.value)]
+        return None if node.tag.endswith(":null") else node.value
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
+        raise InputError(f"{where}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}: not valid YAML: {error}") from None
+    return ({} if node is None else value(node, "")), lines
+
+
+def _override_value(text: str, override: str) -> Any:
+    text = text.strip()
+    if text.startswith(("[", "{")):  # lists and sections in YAML's flow form; anything else is taken as it stands
+        return read_yaml(text, f"{override!r} on the command line")[0]
+    return None if text in ("", "null") else text
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put `value` at the dotted key. A word in the way (strategy: zero2) becomes its section first."""
+    *path, last = key.split(".")
+    for depth, part in enumerate(path):
+        child = tree.get(part)
+        if depth == 0 and part == "strategy" and isinstance(child, str):
+            child = dict(_strategy_word_or_input_error(child))
+        elif depth == 0 and part == "model" and isinstance(child, str):
+            child = dict(model_word(child))
+        elif depth == 0 and part == "adapter" and isinstance(child, str):
+            child = {"kind": child}
+        elif not isinstance(child, dict):
+            child = {}
+        tree[part] = child = dict(child)
+        tree = child
+    tree[last] = value
+
+
+def _strategy_word_or_input_error(word: str) -> dict[str, Any]:
+    try:
+        return strategy_word(word)
+    except ValueError as error:
+        raise InputError(f"strategy: {error}") from None

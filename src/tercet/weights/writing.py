@@ -1,0 +1,124 @@
+"""Weights out: Hugging Face folders with safetensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tercet.errors import InputError
+from tercet.spec.families import FAMILIES
+from tercet.spec.families.names import parts, shared_copies
+from tercet.spec.families.through_transformers import TransformersModel
+from tercet.spec.model import Model
+
+SHARD_BYTES = 4 * 10**9
+# What belongs to a tokenizer in a folder that may hold a whole model.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def save_folder(
+    folder: Path,
+    spec: Model,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    tokenizer_folder: Path | None = None,
+    token_ids: dict[str, int | None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers' from_pretrained loads. Holds at most one shard in memory.
+
+    tensors: (name in memory, tensor) of every parameter of `spec` and every stored buffer, in any order; names
+    that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing or
+    has another shape than described.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(spec, TransformersModel):
+        config = {key: value for key, value in spec.config.items() if key != "torch_dtype"}  # the older name of dtype
+    else:
+        config = FAMILIES[spec.family].to_hf(spec)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config |= {f"{name}_token_id": i for name, i in (token_ids or {}).items() if i is not None}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    generation = {k: v for k, v in config.items() if k.endswith("_token_id")}
+    if tokenizer_folder is not None:
+        for file in sorted({f for pattern in TOKENIZER_FILES for f in tokenizer_folder.glob(pattern)}):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+        kept = tokenizer_folder / "generation_config.json"  # sampling settings that came with the model
+        if kept.is_file():
+            generation = {**json.loads(kept.read_text(encoding="utf-8")), **generation}
+    text = json.dumps(generation, indent=2, ensure_ascii=False)
+    (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+    write_shards(folder, _as_stored(spec, tensors, dtype), shard_bytes)
+
+
+def _as_stored(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name on disk, CPU tensor): experts apart, copies of embedding and head, buffers in fp32."""
+    described = {t.name: t for t in (*spec.tensors(), *spec.buffers())}
+    copies: dict[str, list[str]] = {}
+    for part in shared_copies(spec):
+        copies.setdefault(part.tensor, []).append(part.name)
+    missing = set(described)
+    for name, value in tensors:
+        if name not in described:
+            continue
+        missing.discard(name)
+        tensor = described[name]
+        if tuple(value.shape) != tuple(tensor.shape):  # a sharded parameter that nobody gathered is empty
+            raise InputError(
+                f"cannot save the model: {name} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}"
+            )
+        value = value.detach().to("cpu", torch.float32 if tensor.kind == "balance" else dtype)
+        for part in parts(tensor):
+            piece = value if part.expert is None else value[part.expert]
+            # A clone: safetensors refuses tensors that share memory, and views would keep the whole alive.
+            yield part.name, piece[part.begin : part.end].clone(memory_format=torch.contiguous_format)
+        for copy in copies.get(name, ()):
+            yield copy, value.clone(memory_format=torch.contiguous_format)
+    if missing:
+        raise InputError(f"cannot save the model: no value for {', '.join(sorted(missing)[:8])}")
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write safetensors of at most `shard_bytes` each (one larger tensor has its own), and the index if many."""
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal held, size
+        if held:
+            save_file(held, folder / f"part-{len(shards)}.tmp", metadata={"format": "pt"})
+            shards.append(list(held))
+            held, size = {}, 0
+
+    for name, tensor in tensors:
+        if size + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    index = {}
+    for n, names in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{n}.tmp").rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
