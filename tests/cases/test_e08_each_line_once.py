@@ -15,7 +15,7 @@ def test_lines(finished):
         wanted = 2 if what == "validation loss" else 1
         assert sum(what in line for line in lines) == wanted, what
     logs = sorted(p.name for p in (cli.folder / run / "logs").iterdir())
-    assert logs == ["rank-0.log", "rank-1.log", "rank-2.log"]
+    assert logs == ["rank-0.log", "rank-1.log", "rank-2.log", "session.log"]
     for rank in range(3):
         assert f"rank {rank}: process" in (cli.folder / run / "logs" / f"rank-{rank}.log").read_text()
 

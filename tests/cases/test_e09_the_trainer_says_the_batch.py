@@ -6,7 +6,7 @@ import pytest
 
 from tercet.errors import NotLegalError
 from tercet.spec.recipe import Recipe, build_recipe
-from tercet.training.supervise import make_plan
+from tercet.training.preflight import make_plan
 
 
 def recipe(batch: int, strategy: dict[str, str]) -> Recipe:

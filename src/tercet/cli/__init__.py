@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import sys
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from tercet.errors import TercetError
 
 app = typer.Typer(
     name="tercet",
@@ -37,7 +42,7 @@ for _command in pkgutil.iter_modules(__path__):
 
 def main() -> None:
     """Run the command line; every error is one message on stderr and an exit code, never a traceback."""
-    from tercet.errors import InterruptedRun, TercetError
+    from tercet.errors import TercetError
 
     for stream in (sys.stdout, sys.stderr):
         # A console that lacks a character shows a mark instead of ending the run.
@@ -46,8 +51,7 @@ def main() -> None:
     try:
         app()
     except TercetError as error:
-        kind = "" if isinstance(error, InterruptedRun) else "error: "
-        print(f"{kind}{error}", file=sys.stderr)
+        show_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -56,6 +60,15 @@ def main() -> None:
     except Exception as error:
         _unexpected(error)
         sys.exit(1)
+
+
+def show_error(error: TercetError) -> None:
+    """Print an error; a console that is gone does not change the exit code."""
+    from tercet.errors import InterruptedRun
+
+    kind = "" if isinstance(error, InterruptedRun) else "error: "
+    with contextlib.suppress(OSError):
+        print(f"{kind}{error}", file=sys.stderr, flush=True)
 
 
 def _unexpected(error: Exception) -> None:

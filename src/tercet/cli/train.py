@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from tercet.training.session import Asked
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +44,9 @@ def run(
 ) -> None:
     from tercet.errors import InputError
     from tercet.spec.recipe import load_recipe
-    from tercet.training import supervise
+    from tercet.training.console import ConsoleFile
+    from tercet.training.session import Asked
+    from tercet.training.supervise import run_session
 
     recipe = None
     if resume is None:
@@ -52,24 +58,46 @@ def run(
 
         typer.echo(load_recipe(recipe or open_run(resume or "").recipe, arguments).to_yaml(), nl=False)
         return
+    asked = Asked(recipe, arguments, output, resume, ranks, restarts)
     if os.environ.get("RANK") is not None:
-        from tercet.training.launched import run_launched
-
-        code = run_launched(recipe, arguments, output, resume)
-        sys.stdout.flush()
-        os._exit(code)  # not sys.exit: after a broken collective, library threads may never join
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    if resume is not None:
-        folder = supervise.resume(resume, arguments, ranks=ranks, restarts=restarts, say=say)
-    else:
-        folder = supervise.train(recipe or "", arguments, ranks=ranks, output=output, restarts=restarts, say=say)
+        _run_launched(asked, as_json)
+    console = ConsoleFile(2, getattr(sys.stderr, "encoding", None))
+    try:
+        folder = run_session(asked, console.say)
+    finally:
+        console.drain()
     _show_end(str(folder), as_json)
 
 
+def _run_launched(asked: Asked, as_json: bool) -> NoReturn:
+    from tercet.cli import show_error
+    from tercet.errors import TercetError
+    from tercet.training.launched import run_launched
+
+    try:
+        ended = run_launched(asked)
+        code = ended.code
+        if ended.run is not None:
+            _show_end(str(ended.run), as_json)
+    except TercetError as error:
+        show_error(error)
+        code = error.exit_code
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)  # not sys.exit: after a broken collective, library threads may never join
+
+
 def _show_end(folder: str, as_json: bool) -> None:
+    """Show the finished run; a reader that has gone (`| head`) does not make it a failed one."""
+    try:
+        _print_end(folder, as_json)
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # what is left in the buffer goes nowhere, not into an error at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _print_end(folder: str, as_json: bool) -> None:
     from tercet.report.compare import compare
     from tercet.spec.run_folder import open_run
     from tercet.units import show_bytes, show_count, show_seconds

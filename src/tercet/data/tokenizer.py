@@ -90,7 +90,7 @@ class Tokenizer:
     @cached_property
     def size(self) -> int:
         """Number of ids, holes included: the highest id plus one."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return _size(self.backend)
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
@@ -236,6 +236,11 @@ def content_hash(place: Path | str) -> str | None:
     return digest.hexdigest()
 
 
+def size_of(path: Path) -> int:
+    """Return the number of ids of a tokenizer.json. Raises InputError when it is none."""
+    return _size(_read_json(path))
+
+
 def load(place: Path | str) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, a .model file, a folder or a hub name. No code of others is
     run.
@@ -277,11 +282,19 @@ def _from_gguf(path: Path) -> Tokenizer:
     return _finish(backend, eos, config.get("bos_token_id"), found.pad_token_id, str(path), found)
 
 
-def _from_json(path: Path) -> Tokenizer:
+def _read_json(path: Path) -> tokenizers.Tokenizer:
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
+
+
+def _size(backend: tokenizers.Tokenizer) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _from_json(path: Path) -> Tokenizer:
+    backend = _read_json(path)
     config: dict[str, Any] = {}
     if (beside := path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
         config = json.loads(beside.read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ from tercet.errors import NotLegalError
 from tercet.spec.recipe import load_recipe
 from tercet.spec.run_folder import RunFolder, read_json
 from tercet.training import supervise
+from tercet.training.preflight import make_plan
 
 PROFILED_STEPS = 3  # at the end, and not among those that are timed: a profiler costs time
 SHARE_FILE = "communication.json"
@@ -75,7 +76,7 @@ def bench(
 def _same_alone(recipe: str, keys: Sequence[str], seen: list[Any]) -> bool:
     """Whether one rank has been measured with this layout already: there, ddp and zero are the same."""
     try:
-        strategy = supervise.make_plan(load_recipe(recipe, keys), 1, lambda text: None)["strategy"]
+        strategy = make_plan(load_recipe(recipe, keys), 1, lambda text: None)["strategy"]
     except NotLegalError:
         return False
     known = strategy in seen

@@ -1,63 +1,139 @@
-"""Started by somebody else's launcher (torchrun, accelerate): this process is one rank already."""
+"""Started by somebody else's launcher (torchrun, accelerate, deepspeed): this process is one rank already."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tercet.errors import InputError, TercetError
+from tercet.parallel.bond import die_with_parent
 from tercet.parallel.world import World, launch_variables, open_world
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy
+from tercet.training.failure import error_reports, first_error
 from tercet.training.launcher import asked_by_launcher, contradictions, how_started, launcher_name
-from tercet.training.lock import RunLock
-from tercet.training.rank import die_with_parent, run_as_rank
+from tercet.training.rank import STACK_SIGNAL, leave_at_once, run_as_rank
+from tercet.training.session import Asked, Session
 from tercet.training.stop import Stop
-from tercet.training.supervise import changed_keys, leave_report, make_plan, new_run, refuse_changes, write_run
 from tercet.training.swap import Swap
 
+GRACE_SECONDS = 5.0  # for the other ranks to write why they ended, after this one has failed
 
-def run_launched(recipe_name: str | None, overrides: Sequence[str], output: str | None, resume: str | None) -> int:
-    """Run this rank and return its exit code. Rank 0 makes the folder and tells the others."""
-    die_with_parent()
-    stop = Stop()
+
+@dataclass(frozen=True)
+class Ended:
+    """How this rank ended. `run` is the folder to show: on rank 0 of a run that is finished, None elsewhere."""
+
+    code: int
+    run: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What rank 0, which holds the session, tells the others."""
+
+    run: str = ""
+    finished: bool = False
+    exit_code: int = 0
+    repairs: dict[str, str] = field(default_factory=dict)
+
+
+def run_launched(asked: Asked) -> Ended:
+    """Run this rank. Rank 0 holds the session; its refusals end every rank. Raises TercetError on the rank that tells."""
+    die_with_parent(os.getppid())
+    stop = Stop(again=leave_at_once)
     stop.install()
     numbers = launch_variables()
     assert numbers is not None
-    recipe = load_recipe(open_run(resume).recipe if resume else recipe_name or "", overrides)
+    recipe = load_recipe(open_run(asked.resume).recipe if asked.resume else asked.recipe or "", asked.overrides)
     world = open_world(recipe.train.collective_timeout_seconds)
-    outcome: tuple[Path | None, TercetError | None] = (None, None)
-    lock = None
     places = world.gather((str(world.device), socket.gethostname()))
     if world.rank == 0:
-        print(how_started(launcher_name(), [d for d, _ in places], [h for _, h in places]), flush=True)
-        try:
-            run, lock = _set_up(recipe, world, overrides, output, resume)
-            outcome = (run.path, None)
-        except TercetError as error:
-            outcome = (None, error)
-    path, error = world.gather(outcome)[0]
-    if error is not None or path is None:
-        if world.rank == 0 and error is not None:
+        _say(how_started(launcher_name(), [d for d, _ in places], [h for _, h in places]))
+    with ExitStack() as held:
+        session, told, error = None, _Told(), None
+        if world.rank == 0:
+            try:
+                with stop.at_once():
+                    session, told = _open_session(asked, world, held)
+            except TercetError as found:
+                told, error = _Told(exit_code=found.exit_code), found
+        told = world.gather(told)[0]
+        if error is not None:
             raise error
-        return error.exit_code if error else 1
-    swap = Swap(RunFolder(path)) if world.local_rank == 0 else None  # every machine has its own files
+        if told.exit_code or told.finished:
+            return Ended(told.exit_code, Path(told.run) if told.finished and world.rank == 0 else None)
+        # Before the first collective of the cards: NCCL reads its settings when it starts.
+        os.environ.update(told.repairs)
+        return _run(recipe, RunFolder(Path(told.run)), world, stop, session, [host for _, host in places])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _open_session(asked: Asked, world: World, held: ExitStack) -> tuple[Session, _Told]:
+    from tercet.probe.selftest import environment_for
+
+    session = Session(asked, _say, launcher_name(), world.size)
+    if session.finished:
+        return session, _Told(str(session.run.path), finished=True)
+    _compare_with_launcher(session)
+    held.enter_context(session)
+    return session, _Told(str(session.run.path), repairs=environment_for(world.size, session.say))
+
+
+def _run(
+    recipe: Recipe, run: RunFolder, world: World, stop: Stop, session: Session | None, hosts: Sequence[str]
+) -> Ended:
+    swap = Swap(run) if world.local_rank == 0 else None  # every machine has its own files
     try:
         pids = world.gather(os.getpid())
-        if lock is not None:
-            lock.ranks(pids)
+        if session is not None:
+            session.hold(pids)
         _prepare_swap(swap, world)
-        return run_as_rank(recipe, RunFolder(path), world.rank, stop, lambda: world)
+        code = run_as_rank(recipe, run, world.rank, stop, lambda: world)
     finally:
         if swap is not None:
             swap.remove()
-        if lock is not None:
-            lock.release()
-            leave_report(RunFolder(path), print)
+    if code == 0:
+        return Ended(0, run.path if world.rank == 0 else None)
+    here = [pid if host == hosts[world.rank] else None for pid, host in zip(pids, hosts, strict=True)]
+    error, teller = _why(run, here)
+    if teller == world.rank or session is not None:
+        raise error
+    return Ended(error.exit_code)
+
+
+def _why(run: RunFolder, pids: Sequence[int | None]) -> tuple[TercetError, int]:
+    """Return why the ranks ended and which rank tells it: the lowest that has ended by itself.
+
+    A rank that writes nothing within the grace has not arrived where the others waited.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while len(reports := error_reports(run, len(pids))) < len(pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    told = {r["rank"] for r in reports}
+    absent = [rank for rank in range(len(pids)) if rank not in told]
+    for rank in absent:
+        _ask_for_stack(pids[rank])
+    if absent:
+        time.sleep(0.5)  # for its answer to reach its log
+    return first_error(run, [int(rank in told) for rank in range(len(pids))], None, absent), min(told)
+
+
+def _ask_for_stack(pid: int | None) -> None:
+    if pid is not None:
+        with contextlib.suppress(OSError):  # it has gone
+            os.kill(pid, STACK_SIGNAL)
 
 
 def _prepare_swap(swap: Swap | None, world: World) -> None:
@@ -65,7 +141,7 @@ def _prepare_swap(swap: Swap | None, world: World) -> None:
     error = None
     try:
         if swap is not None:
-            swap.prepare(lambda text: print(text, flush=True))
+            swap.prepare(_say)
     except TercetError as found:
         error = found
     for found in world.gather(error):
@@ -73,32 +149,13 @@ def _prepare_swap(swap: Swap | None, world: World) -> None:
             raise found
 
 
-def _set_up(
-    recipe: Recipe, world: World, overrides: Sequence[str], output: str | None, resume: str | None
-) -> tuple[RunFolder, RunLock]:
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    plan = make_plan(recipe, world.size, say)
-    _compare_with_launcher(recipe, plan, say)
-    if resume is not None:
-        run = open_run(resume)
-        refuse_changes(changed_keys(load_recipe(run.recipe), recipe))
-    else:
-        run = new_run(recipe, output)
-    lock = RunLock(run.lock)
-    write_run(run, recipe, plan)
-    say(f"run folder: {run.path}")
-    return run, lock
-
-
-def _compare_with_launcher(recipe: Recipe, plan: dict[str, Any], say: Callable[[str], None]) -> None:
+def _compare_with_launcher(session: Session) -> None:
     """Refuse a launcher's file that contradicts a DeepSpeed recipe; where only the recipe acts, say so."""
-    strategy = Strategy(**plan["strategy"])
+    recipe, strategy = session.recipe, Strategy(**session.plan["strategy"])
     differing = contradictions(asked_by_launcher(), strategy, recipe.train.precision)
     precision = differing.pop("train.precision", None)
     if precision is not None:
-        say(
+        session.say(
             f"mixed_precision is {precision[0]} in the launcher's file; the recipe counts: train.precision is {precision[1]}"
         )
     if not differing:
@@ -109,7 +166,7 @@ def _compare_with_launcher(recipe: Recipe, plan: dict[str, Any], say: Callable[[
             f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()
         ]
         raise InputError("; ".join(sentences), f"Change the file, or follow it with: {change}")
-    say(
+    session.say(
         f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine} "
         f"(follow the file with: {change})"
     )

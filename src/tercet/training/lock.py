@@ -30,17 +30,28 @@ def is_alive(record: dict[str, Any]) -> bool | None:
         return False
 
 
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 class RunLock:
     """Held by the supervisor while a run is running; `ranks()` adds the ranks' processes."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = path.open("a+b")
-        try:
-            # The kernel drops this lock when the process ends, however it ends; the content names the holder.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._refuse(self._read())
+        while True:
+            self._file = path.open("a+b")
+            try:
+                # The kernel drops this lock when the process ends, however it ends; the content names the holder.
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._refuse(self._read())
+            if _is_still(path, self._file.fileno()):
+                break
+            self._file.close()  # its last holder removed it between the two lines: a new one is needed
         content = self._read()
         for record in (content.get("supervisor"), *content.get("ranks", ())):
             if record and is_alive(record) is not False:

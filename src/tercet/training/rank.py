@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,30 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tercet.errors import InterruptedRun, TercetError
+from tercet.parallel.bond import die_with_parent
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder
+from tercet.training.console import ConsoleFile
 from tercet.training.launcher import how_started
+from tercet.training.pace import BEFORE_A_STEP, RECENT_STEPS, sentence
 from tercet.training.stop import Stop
 
 if TYPE_CHECKING:
     from tercet.parallel.world import World
 
-PARENT_POLL_SECONDS = 0.5
 STACK_SIGNAL = signal.SIGUSR1  # the supervisor asks a rank that does not answer for its stack
 
 
-def die_with_parent() -> None:
-    """End this process when its parent ends, however that happens (SIGKILL included)."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-    def watch() -> None:  # other systems, and a parent that ended before the line above
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+def _duplicate(descriptor: int) -> int:
+    try:
+        return os.dup(descriptor)
+    except OSError:  # started with it closed
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def error_file(run: RunFolder, rank: int) -> Path:
@@ -53,28 +46,43 @@ class Rank:
     def __init__(self, run: RunFolder, rank: int):
         self.run, self.rank = run, rank
         self.step, self.rows = 0, []
+        self._began, self._seconds = time.time(), []  # of this step, and how long earlier ones took
         run.logs.mkdir(parents=True, exist_ok=True)
         # What anything prints (C++ included) goes to the rank's log; the console is kept for rank 0's lines.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.console_file = os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace", buffering=1)
+        self._kept = tuple(_duplicate(n) for n in (1, 2))
+        encoding = sys.stderr.encoding if sys.stderr else None
         log = os.open(run.log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         os.close(log)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
+        self.console = ConsoleFile(self._kept[1], encoding, sys.stderr)
         faulthandler.enable(sys.stderr)
         faulthandler.register(STACK_SIGNAL, sys.stderr)
         # Warnings of any rank reach the user, with the rank's number; everything else stays in its log.
-        warnings = logging.StreamHandler(self.console_file)
+        warnings = logging.StreamHandler(self.console)
         warnings.setLevel(logging.WARNING)
         warnings.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
         logging.getLogger("tercet").addHandler(warnings)
         print(f"rank {rank}: process {os.getpid()} started {time.strftime('%F %T')}", flush=True)
 
+    def give_back(self) -> None:
+        """Put stdout and stderr back where they led before."""
+        self.console.drain()
+        for descriptor, kept in enumerate(self._kept, 1):
+            os.dup2(kept, descriptor)
+
     def at(self, step: int, rows: list[int]) -> None:
-        self.step, self.rows = step, rows
+        now = time.time()
+        if step == self.step + 1 and self.step:
+            self._seconds = [*self._seconds[1 - RECENT_STEPS :], now - self._began]
+        self.step, self.rows, self._began = step, rows, now
+
+    def say_stopping(self) -> None:
+        """Say what comes between a request to stop and the end; safe in a signal's handler."""
+        known = sentence(self.step - 1, self._seconds, time.time() - self._began) if self._seconds else BEFORE_A_STEP
+        self.console.say(known)
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Return the error as data and leave it as a file; the log gets the traceback."""
@@ -142,6 +150,8 @@ def run_as_rank(
     """
     me = Rank(run, number)
     at = me.at
+    if started_by is None and number == 0:  # no supervisor of ours is there to say it
+        stop.first = me.say_stopping
     try:
         if watched is not None:
             from tercet.probe.communication import Watch
@@ -157,7 +167,7 @@ def run_as_rank(
         from tercet.training.run import run_rank
 
         world = join()
-        console = safe_console(me.console_file) if number == 0 else None
+        console = safe_console(me.console) if number == 0 else None
         if started_by is not None:
             devices, hosts = zip(*world.gather((str(world.device), socket.gethostname())), strict=True)
             if console is not None:
@@ -171,12 +181,18 @@ def run_as_rank(
         return 0
     except BaseException as error:
         return int(me.report(error)["exit_code"])
+    finally:
+        me.give_back()
+
+
+def leave_at_once() -> None:
+    os._exit(InterruptedRun.exit_code)
 
 
 def main() -> None:
-    """`python -m tercet.training.rank RUN STORE_FILE`, started by the supervisor with the rank's numbers set."""
-    die_with_parent()
-    stop = Stop()
+    """`python -m tercet.training.rank RUN STORE_FILE PARENT_PID`, started by the supervisor with the rank's numbers."""
+    die_with_parent(int(sys.argv[3]))
+    stop = Stop(again=leave_at_once)
     stop.install()
     run = RunFolder(Path(sys.argv[1]))
     recipe = load_recipe(run.recipe)
@@ -186,7 +202,7 @@ def main() -> None:
 
         return open_world(recipe.train.collective_timeout_seconds, sys.argv[2])
 
-    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[3:], started_by="tercet train")
+    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[4:], started_by="tercet train")
     # Not sys.exit: after a broken collective, library threads may never join.
     sys.stdout.flush()
     os._exit(code)

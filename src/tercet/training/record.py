@@ -157,7 +157,7 @@ def trim_events(run: RunFolder, step: int) -> None:
 def safe_console(file: TextIO) -> Console:
     """Return a Console that never raises on characters that its encoding lacks."""
     if hasattr(file, "reconfigure"):
-        file.reconfigure(errors="replace")
+        file.reconfigure(errors="replace")  # type: ignore[union-attr]
     return Console(file=file, soft_wrap=True)
 
 

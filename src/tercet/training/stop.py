@@ -1,42 +1,85 @@
-"""Stopping on request: SIGTERM and SIGINT. The first asks, the second ends at once."""
+"""Stopping on request: SIGTERM, SIGINT and SIGHUP. The first asks; another Ctrl-C or SIGTERM discards."""
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from tercet.errors import InterruptedRun
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TOGETHER_SECONDS = 0.3  # launchers and closing terminals send several at a time: they count as one
+
 
 class Stop:
-    """`requested` is looked at by the loop at its safe points, where all ranks agree on it."""
+    """`requested` is looked at at safe points (in the loop: where all ranks agree on it).
 
-    def __init__(self) -> None:
+    A closed terminal's SIGHUP asks, and never discards: shell, kernel and terminal may each send one. `first` and
+    `again` are called in the signal's handler; `again` when what is being finished is to be given up.
+    """
+
+    def __init__(self, first: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self.discarded = False
+        self.first, self._again = first, again
         self._interruptible = False
+        self._since = 0.0
+        self._before: dict[signal.Signals, object] = {}
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT; call in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        """Take over the signals; does nothing outside the main thread, where Python allows no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: a closed terminal is to change nothing
+            self._before[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    @contextmanager
+    def installed(self) -> Iterator[Stop]:
+        self.install()
+        try:
+            yield self
+        finally:
+            self.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.requested:
-            os._exit(InterruptedRun.exit_code)
-        self.requested = True
+            if number != signal.SIGHUP and now - self._since > TOGETHER_SECONDS:
+                self.discarded = True
+                if self._again is not None:
+                    self._again()
+            return
+        self.requested, self._since = True, now
+        if self.first is not None:
+            self.first()
         if self._interruptible:
-            raise InterruptedRun("stopped before the first step; there was nothing to save")
+            raise _before_the_first_step()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """While nothing has been trained that could be lost, a signal ends the run where it stands."""
         if self.requested:
-            raise InterruptedRun("stopped before the first step; there was nothing to save")
+            raise _before_the_first_step()
         self._interruptible = True
         try:
             yield
         finally:
             self._interruptible = False
+        if self.requested:  # the exception was lost in somebody's callback
+            raise _before_the_first_step()
+
+
+def _before_the_first_step() -> InterruptedRun:
+    return InterruptedRun("stopped before the first step; there was nothing to save")

@@ -1,0 +1,31 @@
+"""What a run is doing now, from the end of its events: for whoever asks it to stop."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from tercet.errors import InputError
+from tercet.spec.run_folder import RunFolder
+from tercet.units import show_seconds
+
+RECENT_STEPS = 20
+BEFORE_A_STEP = "stopping before the first step of this start has ended; again to end at once"
+
+
+def stopping_line(run: RunFolder, since: float) -> str:
+    """Return what happens between a request to stop and the end. `since`: when this start's ranks were started."""
+    try:
+        steps = [e for e in run.read_events() if e["event"] == "step" and e["time"] >= since]
+    except InputError:
+        steps = []
+    if not steps:
+        return BEFORE_A_STEP
+    return sentence(steps[-1]["step"], [e["seconds"] for e in steps], time.time() - steps[-1]["time"])
+
+
+def sentence(done: int, seconds: list[float], elapsed: float) -> str:
+    """`done` steps took `seconds` each (the newest last); the step that runs began `elapsed` seconds ago."""
+    left = max(0.0, statistics.median(seconds[-RECENT_STEPS:]) - elapsed)
+    about = f"about {show_seconds(left)}" if left >= 1 else "at once"
+    return f"stopping: finishing step {done + 1} ({about}), then saving; again to discard what is not saved"

@@ -1,0 +1,103 @@
+"""What is found out before anything is made or started: paths, tokenizer, output, plan. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import InputError, NotLegalError
+from tercet.spec.families import describe
+from tercet.spec.families.where import tokenizer_place
+from tercet.spec.recipe import Recipe
+from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, why_not
+from tercet.weights.hub import ensure_here
+
+Say = Callable[[str], None]
+
+
+def check_files(recipe: Recipe) -> None:
+    """Raise InputError for data that is not there or of no known format, before anything is read to its end."""
+    from tercet.data import sources
+
+    held = recipe.data.validation
+    for key, sections in (("train", recipe.data.train), ("validation", held if isinstance(held, list) else [])):
+        for number, section in enumerate(sections):
+            sources.find(section, f"data.{key}.{number}")
+
+
+def check_tokenizer(recipe: Recipe) -> None:
+    """Raise InputError for a tokenizer that is not there, cannot be read or is too large for the model.
+
+    Call when the model is here. A hub's tokenizer, and one that only transformers can read, is left to the ranks.
+    """
+    from tercet.data import tokenizer
+
+    if recipe.data.tokenizer == "train":
+        return
+    place = tokenizer.locate(recipe.data.tokenizer, tokenizer_place(recipe.model.path))
+    if isinstance(place, str):
+        return
+    if place.is_dir():
+        if not any((place / name).is_file() for name in tokenizer.FILES):
+            tokenizer.load(place)  # raises, naming what it looked for
+        place = place / "tokenizer.json"
+    if place.is_file() and place.suffix == ".json":
+        size = tokenizer.size_of(place)
+        vocabulary = describe(recipe.model).vocabulary
+        if size > vocabulary:
+            raise InputError(
+                f"the tokenizer ({recipe.data.tokenizer}) has {size} ids, but model.vocabulary is {vocabulary}",
+                f"Set model.vocabulary to at least {size}, or take another tokenizer.",
+            )
+
+
+def check_output(wanted: str) -> None:
+    """Raise InputError when a run folder could not be made or written there; makes nothing."""
+    path = Path(wanted).expanduser().absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir():
+        raise InputError(f"output.folder {path} cannot be made: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"output.folder {path} cannot be made: {existing} cannot be written by this user")
+
+
+def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
+    """Return plan.json's content for this machine. Raises NotLegalError with every reason why it cannot run."""
+    from tercet.planner.answer import plan_for_run
+
+    if why := not_built(recipe):
+        raise NotLegalError(why)
+    ensure_here(recipe.model, say)
+    model, work = describe(recipe.model), Work.of(recipe)
+    wanted = recipe.strategy.data
+    if ranks is not None and wanted not in ("auto", ranks):
+        raise NotLegalError(
+            [f"strategy.data is {wanted} but {ranks} rank{'s were' if ranks > 1 else ' was'} started"],
+            f"Start {wanted}, or set strategy.data={ranks}.",
+        )
+    plan, strategy = plan_for_run(recipe, ranks)
+    if why := why_not(model, strategy, work):
+        raise NotLegalError(why)
+    if strategy.engine == "deepspeed":
+        from tercet.engine.deepspeed.installed import require_deepspeed
+
+        require_deepspeed()
+    _say_batch(strategy, work, say)
+    return plan
+
+
+def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
+    accumulation = strategy.accumulation(work.batch_sequences)
+    say(
+        f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
+        f"{strategy.micro_batch} x accumulation {accumulation} x ranks {strategy.ranks}; effective batch "
+        f"{work.batch_sequences} sequences ({work.batch_sequences * work.sequence_tokens} tokens)"
+    )
+    if idle := strategy.idle_rows(work.batch_sequences):
+        below, above = nearest_batches(strategy, work.batch_sequences)
+        say(
+            f"{idle} of {idle + work.batch_sequences} places in each step hold no sequence (the loss is weighted "
+            f"exactly); train.batch_sequences {below} or {above} would leave none empty"
+        )
