@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from tercet.planner.answer import plan
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import disk_rows, moments, phases
+from tercet.spec.counts import Counts
 from tercet.spec.families import preset
 from tercet.spec.strategy import Strategy, Work
 from tests.tiny import tiny_model

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import ledger_for, phases
+from tercet.spec.counts import Counts
 from tercet.spec.families import preset
 from tercet.spec.strategy import Strategy, Work
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tercet.planner.answer import plan
-from tercet.planner.counts import Counts
 from tercet.planner.job import Job
 from tercet.planner.ledger import host_rows
+from tercet.spec.counts import Counts
 from tercet.spec.families import preset
 
 

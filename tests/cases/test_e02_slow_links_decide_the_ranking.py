@@ -10,8 +10,8 @@ from tercet.parallel.world import World
 from tercet.planner.answer import plan
 from tercet.planner.clock import communication_seconds
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
+from tercet.spec.counts import Counts
 from tercet.spec.families import preset
 from tercet.spec.machine import Machine, machine_of
 from tercet.spec.strategy import Strategy, Work
@@ -59,12 +59,12 @@ def test_the_planned_order_is_the_measured_one(pools, precision):
         took[word] = pools[3].run(measured, word, precision)[0]
         job = of_strategy(tiny_strategy(word, 3, ROWS, 1), Work(16, ROWS, precision))
         planned[word] = sum(communication_seconds(counts, job, machine, load()))
-        # Shards are padded, and the step's own sums of a few numbers travel too: a few percent of so small a model.
-        assert planned[word] == pytest.approx(took[word], rel=0.12), word
+        # The step's own sums of a few numbers travel too: a percent or two of so small a model.
+        assert planned[word] == pytest.approx(took[word], rel=0.05), word
     if precision == "bf16":
         assert sorted(STRATEGIES, key=planned.get) == sorted(STRATEGIES, key=took.get)
-    else:  # in fp32 an all-reduce is a reduce-scatter and an all-gather: ddp and zero1 send the same
-        assert planned["ddp"] == pytest.approx(planned["zero1"])
+    else:  # in fp32 an all-reduce is a reduce-scatter and an all-gather: ddp and zero1 differ by the padding
+        assert planned["ddp"] == pytest.approx(planned["zero1"], rel=0.05)
         assert planned["zero1"] < planned["zero2"] < planned["zero3"]
         assert max(took["ddp"], took["zero1"]) < took["zero2"] < took["zero3"]
 

@@ -9,9 +9,9 @@ import torch
 
 from tercet.engine.deepspeed.async_io import ensure_built, is_built, why_not_here
 from tercet.parallel.world import World
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import disk_rows
+from tercet.spec.counts import Counts
 from tercet.spec.strategy import Work
 from tests.deepspeed_tiny import engine_of, layout, needs_deepspeed
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights

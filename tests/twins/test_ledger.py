@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tercet.parallel.world import World
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import host_rows, ledger_for
+from tercet.spec.counts import Counts
 from tercet.spec.strategy import Work
 from tests.tiny import STRATEGIES, micro_batches, tiny_engine, tiny_model, tiny_strategy
 

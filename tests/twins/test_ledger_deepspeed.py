@@ -7,9 +7,9 @@ import pytest
 from tercet.engine.deepspeed import config as deepspeed_config
 from tercet.parallel.world import World
 from tercet.planner import ledger
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import host_rows, ledger_for
+from tercet.spec.counts import Counts
 from tercet.spec.strategy import Work
 from tests.deepspeed_tiny import LAYOUTS, engine_of, layout, needs_deepspeed
 from tests.tiny import micro_batches, tiny_model

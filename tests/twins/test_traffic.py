@@ -1,4 +1,4 @@
-"""Collectives of one step, counted at the process group, equal the description in kind, number and bytes."""
+"""Collectives of one step, counted at the process group, equal what plans price: in kind, number and bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tercet.parallel.world import World
-from tercet.spec.axes import data, shard
+from tercet.planner.clock import collectives
+from tercet.planner.job import of_strategy
+from tercet.spec.counts import Counts
+from tercet.spec.families import preset
+from tercet.spec.strategy import Work
+from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import STRATEGIES, micro_batches, tiny_engine, tiny_model, tiny_strategy
 
 KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
@@ -36,8 +41,12 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(world: World, word: str, precision: str, rows: int, keys: dict):
-    engine = tiny_engine(world, tiny_strategy(word, world.size, rows, 1, **keys), precision)
+MODELS = {"dense": tiny_model, "experts and a further prediction": tiny_deepseek}
+
+
+def count(world: World, word: str, precision: str, rows: int, keys: dict, model: str):
+    strategy = tiny_strategy(word, world.size, rows, 1, **keys)
+    engine = tiny_engine(world, strategy, precision, MODELS[model]())
     engine.step(micro_batches(0, world.rank, world.size, 1, rows), 1e-3)
     batches = micro_batches(1, world.rank, world.size, 1, rows)
     with Traffic() as seen:
@@ -45,24 +54,38 @@ def count(world: World, word: str, precision: str, rows: int, keys: dict):
     return {kind: (seen.number[kind], seen.bytes[kind]) for kind in seen.number}
 
 
+def compare(pools, size: int, word: str, precision: str, accumulation: int, model: str = "dense"):
+    counts, rows = Counts(MODELS[model]()), size * accumulation
+    for keys in [{}] + ([{"reduce_gradients": "once_per_step"}] if word in ("zero2", "zero3") else []):
+        job = of_strategy(tiny_strategy(word, size, rows, 1, **keys), Work(16, rows, precision))
+        expected: dict[str, tuple[int, float]] = {}
+        for c in collectives(counts, job):
+            number, payload = expected.get(c.kind, (0, 0))
+            expected[c.kind] = (number + c.count, payload + c.payload)
+        for got in pools[size].run(count, word, precision, rows, keys, model):
+            assert got == expected, keys
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("word", STRATEGIES)
 @pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3)])
 def test_kind_number_and_bytes(pools, size, word, precision, accumulation):
-    model = tiny_model()
-    for keys in [{}] + ([{"reduce_gradients": "once_per_step"}] if word in ("zero2", "zero3") else []):
-        strategy = tiny_strategy(word, size, size * accumulation, 1, **keys)
-        if strategy.zero == 0:
-            planned = data.traffic(model)
-        else:
-            planned = shard.traffic(
-                model,
-                size,
-                strategy.zero,
-                accumulation,
-                strategy.reduce_gradients == "every_micro_batch",
-                2 if precision == "bf16" else 4,
-            )
-        expected = {c.kind: (c.count, c.payload) for c in planned}
-        for got in pools[size].run(count, word, precision, size * accumulation, keys):
-            assert got == expected, keys
+    compare(pools, size, word, precision, accumulation)
+
+
+@pytest.mark.parametrize("word", ["ddp", "zero3"])
+def test_experts_and_further_predictions_travel_too(pools, word):
+    compare(pools, 3, word, "bf16", 2, "experts and a further prediction")
+
+
+def test_gradients_of_a_large_model_go_in_buckets_that_cut_no_tensor():
+    """7 B in fp32: a bucket is closed by the tensor that fills it, so most hold one matrix."""
+    counts = Counts(preset("deepseek-llm-7b"))
+    (one,) = collectives(counts, of_strategy(tiny_strategy("ddp", 3, 96, 1), Work(2048, 96)))
+    sizes, number, filled = [t.parameters for t in reversed(preset("deepseek-llm-7b").tensors())], 0, 0
+    for n, size in enumerate(sizes):
+        filled += 4 * size
+        if filled >= 25e6 or n == len(sizes) - 1:
+            number, filled = number + 1, 0
+    assert one.count == number < len(sizes)
+    assert one.payload == 4 * sum(sizes)

@@ -13,9 +13,9 @@ import pytest
 from tercet.errors import InputError, NotLegalError
 from tercet.planner.answer import choose, plan
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.search import Search, micro_batches
 from tercet.planner.table import show
+from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import machine_of
 from tercet.spec.recipe import ModelSection, build_recipe

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import states, tensors_at_peak, working
+from tercet.spec.counts import Counts
 from tercet.spec.families import preset
 from tercet.spec.strategy import Strategy, Work
 

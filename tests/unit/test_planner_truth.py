@@ -81,7 +81,7 @@ def test_constants_are_shares_where_they_say_so():
 def test_the_clock_answers_to_what_it_models(rows):
     """More bandwidth, fewer tokens, less recomputing: each makes a step shorter, and rows add up."""
     row = next(r for r in rows if r.id == "m061")
-    from tercet.planner.counts import Counts
+    from tercet.spec.counts import Counts
 
     counts, c = Counts(row.model), load()
     base = clock(counts, row.job, row.machine, c)

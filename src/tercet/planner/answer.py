@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, NotLegalError, nearest
-from tercet.planner.clock import model_flops, traffic
+from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
-from tercet.planner.counts import Counts
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Search, moments_of
+from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
@@ -281,7 +281,7 @@ def entry(
         "host_bytes": candidate.host_need,
         "disk": disk,
         "disk_bytes": sum(disk.values()),
-        "traffic": {k: int(b) for k, (b, _) in traffic(counts, job).items()},
+        "traffic": {f"{x.kind} {x.what}": int(x.payload) for x in collectives(counts, job)},
         "step_seconds": seconds,
         "clock": candidate.rows,
         "tokens_per_second": candidate.tokens_per_second,

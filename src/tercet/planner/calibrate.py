@@ -19,9 +19,9 @@ import numpy as np
 from tercet.errors import InputError
 from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants
-from tercet.planner.counts import Counts
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import moments, reserve, tensors_at_peak
+from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import Machine
 from tercet.spec.model import Model

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tercet.planner.constants import Constants
-from tercet.planner.counts import Counts, LayerKind
-from tercet.planner.job import Job, adapted, adapter_parameters
+from tercet.planner.job import Job, adapted
 from tercet.planner.ledger import tensors_at_peak
+from tercet.spec.axes import data, expert, shard, tensor
+from tercet.spec.axes.traffic import Collective
 from tercet.spec.blocks.cost import Matmul
+from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.machine import Machine
 
 ROWS: tuple[str, ...] = (
@@ -152,7 +154,7 @@ def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants
     context = seen / 2 if job.packed_attention and kind.window is None else seen
     flops = 2.0 * tokens * context * (kind.score_width + kind.value_width)
     attention = flops * (1 + again + ATTENTION_BACKWARD) / speed.attention
-    numbers = sum(k.elementwise for k in kind.kept)
+    numbers = kind.whole.elementwise
     size = job.activation_bytes / 2
     moved = tokens * (2 * NORM_BYTES[job.kernels] * counts.model.width + CHAIN_BYTES[job.kernels] * numbers) * size
     remade = 1.0 if job.recompute != "none" else 0.0
@@ -224,60 +226,63 @@ def bus(job: Job, machine: Machine, c: Constants) -> float | None:
     return min(c.staged_bus * narrow, c.staged_total / job.ranks)
 
 
-def traffic(counts: Counts, job: Job) -> dict[str, tuple[float, bool]]:
-    """Return collective -> (bytes of the whole payload per step, whether computing can hide it).
-
-    Payloads follow ZeRO (arXiv 1910.02054) as FSDP2 runs it: weights in the working format, gradients in fp32.
-    """
-    found: dict[str, tuple[float, bool]] = {}
+def collectives(counts: Counts, job: Job) -> list[Collective]:
+    """Return the collectives of one optimizer step, as the axes describe them (spec/axes)."""
+    found: list[Collective] = []
     if job.tensor > 1:
-        # Two all-reduces of the residual row forward and two backward in every layer, and twice again when
-        # recomputing (arXiv 1909.08053, section 3); the next matmul waits for each.
-        passes = 4 + (2 if job.recompute == "full" else 0)
-        row = job.tokens * counts.model.width * job.activation_bytes * job.accumulation
-        found["all_reduce activations"] = (passes * len(counts.model.layers) * row / job.pipeline, False)
+        row = job.tokens * counts.model.width * job.activation_bytes
+        layers = max(1, len(counts.model.layers) // job.pipeline)
+        found += tensor.traffic(layers, row, job.accumulation, job.recompute == "full")
     if job.shards == 1:
         return found
-    return {**found, **_shard_traffic(counts, job)}
-
-
-def _shard_traffic(counts: Counts, job: Job) -> dict[str, tuple[float, bool]]:
-    trained = job.trained_parameters(counts)
-    times = job.accumulation if job.reduce_every_micro_batch else 1
+    found += expert.traffic(counts.model)
     if job.adapter_rank is not None:
-        found = {"all_reduce gradients": (job.gradient_bytes * trained, True)}
-        if job.zero == 3:
-            inside = counts.parameters - counts.outside_parameters
-            whole = job.frozen_bytes * inside + job.outer_frozen_bytes * counts.outside_parameters
-            found["all_gather weights"] = (2 * job.accumulation * whole, True)
-        return found
+        return found + _adapter_traffic(counts, job)
     if job.zero == 0:
-        return {"all_reduce gradients": (job.gradient_bytes * trained, True)}
-    gathers = 2 * job.accumulation if job.zero == 3 else 1
-    return {
-        "all_gather weights": (gathers * job.weight_bytes * trained, True),
-        "reduce_scatter gradients": (times * job.gradient_bytes * trained, True),
-    }
+        return found + data.traffic(counts, job.gradient_bytes)
+    return found + shard.traffic(
+        counts,
+        job.shards,
+        job.zero,
+        job.accumulation,
+        job.reduce_every_micro_batch,
+        job.weight_bytes,
+        job.gradient_bytes,
+    )
+
+
+def _adapter_traffic(counts: Counts, job: Job) -> list[Collective]:
+    trained = job.trained_parameters(counts)
+    groups = counts.blocks + 1
+    found = [Collective("all_reduce", "gradients", 1, job.gradient_bytes * trained)]
+    if job.zero == 3:
+        inside = counts.parameters - counts.outside_parameters
+        whole = job.frozen_bytes * inside + job.outer_frozen_bytes * counts.outside_parameters
+        times = 2 * job.accumulation
+        found.append(Collective("all_gather", "weights", times * groups, times * whole))
+    return found
 
 
 def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> tuple[float, float]:
     """Return (seconds that computing can hide, seconds that it cannot) of all collectives of a step."""
-    payloads = traffic(counts, job)
+    found = collectives(counts, job)
     rate = bus(job, machine, c)
-    if not payloads or rate is None:
+    if not found or rate is None:
         return 0.0, 0.0
     hidden = 0.0
-    bare = calls(counts, job) * machine.measured.get("collective_latency", LATENCY[machine.kind]) * (1 - c.overlap)
-    for name, (payload, hideable) in payloads.items():
-        n = job.tensor if name.endswith("activations") else job.shards
+    number = sum(x.count for x in found if x.can_hide)
+    bare = number * machine.measured.get("collective_latency", LATENCY[machine.kind]) * (1 - c.overlap)
+    for sent in found:
+        n = job.tensor if sent.what == "activations" else job.shards
         # A ring sends (n-1)/n of the payload, an all-reduce twice that (NVIDIA nccl-tests, PERFORMANCE.md).
-        seconds = payload * (n - 1) / n / rate * (2 if name.startswith("all_reduce") else 1)
-        if name.startswith("all_reduce") and hideable:
+        reduced = sent.kind == "all_reduce"
+        seconds = sent.payload * (n - 1) / n / machine.measured.get(sent.kind, rate) * (2 if reduced else 1)
+        if reduced and sent.can_hide:
             # Gradients are only complete in the last micro-batch's backward: two thirds of one micro-batch hide them.
             hideable_share = min(1.0, 0.67 / job.accumulation)
             hidden += seconds * hideable_share
             bare += seconds * (1 - hideable_share)
-        elif hideable:
+        elif sent.can_hide:
             hidden += seconds
         else:
             bare += seconds
@@ -287,18 +292,6 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
 # Seconds until a tiny collective returns: cards through the host, as measured by p2pBandwidthLatencyTest (10 to 24 us
 # per copy, a few copies each); gloo on one machine as `tercet doctor` finds it.
 LATENCY = {"gpu": 40e-6, "cpu": 250e-6}
-BUCKET_BYTES = 25e6  # twin of spec/axes/data.py
-
-
-def calls(counts: Counts, job: Job) -> float:
-    """Return how many collectives a rank takes part in per step: a group is a layer, or what is outside them."""
-    if job.shards == 1:
-        return 0.0
-    groups = len(counts.model.layers) + len(counts.model.mtp) + 1
-    if job.zero == 0:
-        return max(1.0, job.gradient_bytes * job.trained_parameters(counts) / BUCKET_BYTES)
-    reductions = job.accumulation if job.reduce_every_micro_batch else 1
-    return groups * ((2 * job.accumulation if job.zero == 3 else 1) + reductions)
 
 
 def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Constants) -> float:
@@ -329,9 +322,7 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Co
     if "states" in job.offload:
         moved += 2 * (job.state_bytes + job.master_bytes) * own  # moments visit the card for the update
     if "activations" in job.offload:
-        moved += (
-            2 * job.accumulation * len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes
-        )
+        moved += 2 * job.accumulation * counts.blocks * job.tokens * counts.model.width * job.activation_bytes
     return moved / speed.host
 
 
@@ -386,10 +377,3 @@ def model_flops(counts: Counts, job: Job) -> float:
     """
     attention = sum(6.0 * job.sequence * (k.score_width + k.value_width) * k.count for k in counts.kinds)
     return (3 * counts.active_matmul_flops() + attention) * job.step_tokens
-
-
-def trained_share(counts: Counts, job: Job) -> float:
-    """Return trained parameters over all."""
-    if job.adapter_rank is None:
-        return 1.0
-    return adapter_parameters(counts, job.adapter_rank, job.adapter_targets) / counts.parameters

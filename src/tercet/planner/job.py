@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tercet.planner.counts import Counts
+from tercet.spec.counts import Counts
 from tercet.spec.strategy import Strategy, Work
 
 # How the elementwise part of a layer is run; decides bytes moved, bytes kept and kernels launched.

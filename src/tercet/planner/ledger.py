@@ -9,9 +9,9 @@ DeepSpeed buffers are what its engine holds (same tests), within rounding; activ
 from __future__ import annotations
 
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
-from tercet.planner.counts import Counts, LayerKind
 from tercet.planner.job import Job, adapted, of_strategy
 from tercet.spec.blocks.cost import Kept
+from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
 from tercet.spec.strategy import Strategy, Work
 
@@ -164,8 +164,8 @@ def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:
 
 
 def layer_ends(counts: Counts, job: Job) -> float:
-    """Return the embedding's row, and the final norm's input and output."""
-    return 3 * job.tokens * counts.model.width * job.activation_bytes
+    """Return the embedding's row, the final norm's input and output, and each further prediction's output."""
+    return (3 + len(counts.model.mtp)) * job.tokens * counts.model.width * job.activation_bytes
 
 
 # ------------------------------------------------------------------------------------------------ what work needs
@@ -174,7 +174,7 @@ def layer_ends(counts: Counts, job: Job) -> float:
 def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True) -> dict[str, float]:
     """Return activations, logits and buffers at their highest: when backward begins."""
     scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
-    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute) for k in counts.kinds) * job.tokens
+    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute, on_gpu) for k in counts.kinds) * job.tokens
     kept /= job.tensor * job.pipeline
     if job.pipeline > 1:
         # 1F1B keeps as many micro-batches as there are stages (arXiv 2104.04473).
@@ -183,7 +183,7 @@ def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True)
         kept = min(kept, 2 * job.tokens * counts.model.width * job.activation_bytes)
     ends = layer_ends(counts, job)
     logits = logit_bytes(counts, job, constants)
-    one = max(_one_layer(counts, k, job) for k in counts.kinds) * job.tokens * scale / job.tensor
+    one = max(_one_layer(counts, k, job, on_gpu) for k in counts.kinds) * job.tokens * scale / job.tensor
     if job.deepspeed:
         # What it holds is one row. What a layer's backward needs beyond the logits' room, and the copies that a
         # reduction makes and frees, count with what else the step itself makes and frees.
@@ -201,30 +201,28 @@ def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True)
     }
 
 
-def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str) -> float:
+def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str, on_gpu: bool = True) -> float:
     """Return what a layer keeps per token between forward and backward."""
     width, size = counts.model.width, job.activation_bytes
-    attention, feedforward = kind.kept
+    attention, feedforward = kind.attention, kind.feedforward
+    whole = kind.whole if on_gpu and size == 2 else kind.looped
     if recompute == "full":
-        return width * size  # the layer's input
+        return kind.entries * size
     if recompute == "half":  # every other matmul's result, and attention's (torchtitan's selective-op policy)
         half = (attention.outputs - kind.value_width + feedforward.outputs + 2 * width) / 2
         return (width + kind.value_width + half) * size + 4 * attention.stats
     if recompute == "selective":
-        # Results of matmuls and attention are kept (the layer's input, what both halves add to it, and what
-        # lies between); norms, rotations and gates are computed again.
-        return (3 * width + attention.outputs + feedforward.outputs) * size + 4 * attention.stats
+        # Results of matmuls and attention; norms, rotations and gates are computed again.
+        return (kind.entries + whole.selected) * size + 4 * whole.selected_stats
     if job.adapter_rank is None:
-        inputs = (attention.inputs + feedforward.inputs) * size
-        products = (attention.products + feedforward.products) * size
+        inputs, products = whole.inputs * size, whole.products * size
     else:
         inputs, products = _adapter_kept(kind, attention, feedforward, job)
-    outputs = (attention.outputs + feedforward.outputs) * size
-    stats = 4 * (attention.stats + feedforward.stats)
+    kept = inputs + whole.outputs * size + products + 4 * whole.stats + (4 * whole.widened if size != 4 else 0)
     if job.kernels == "eager":
         # transformers' RMSNorm keeps x in fp32 and the normed row besides the weighted one; silu(gate) is kept.
-        return inputs + outputs + products + stats + 2 * (4 + size) * width + feedforward.products * size
-    return inputs + outputs + products + stats + 2 * (size * width + 4)
+        return kept + 8 * width + feedforward.products * size
+    return kept
 
 
 def _adapter_kept(kind: LayerKind, attention: Kept, feedforward: Kept, job: Job) -> tuple[float, float]:
@@ -237,11 +235,11 @@ def _adapter_kept(kind: LayerKind, attention: Kept, feedforward: Kept, job: Job)
     return inputs, products
 
 
-def _one_layer(counts: Counts, kind: LayerKind, job: Job) -> float:
+def _one_layer(counts: Counts, kind: LayerKind, job: Job, on_gpu: bool) -> float:
     """Return bytes per token that exist only while one layer runs backward."""
     size, width = job.activation_bytes, counts.model.width
-    again = 0.0 if job.recompute == "none" else layer_bytes(counts, kind, job, "none")
-    gradients = (2 * width + kind.kept[1].outputs + 2 * kind.kept[1].products) * size
+    again = 0.0 if job.recompute == "none" else layer_bytes(counts, kind, job, "none", on_gpu)
+    gradients = (2 * width + kind.feedforward.outputs + 2 * kind.feedforward.products) * size
     norms = 3 * 4 * width  # fp32 copies inside a norm's backward
     return again + max(gradients, norms)
 
@@ -264,7 +262,8 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     # chunk's product for the sum, with the logits' gradient in fp32, and in the working format if that is another.
     # Backward: the sum, its multiple, and the multiple in that format.
     extra = size if size != 4 else 0
-    return max(4 * head + 8 * chunk, (4 + size) * head + chunk * (4 + extra), (8 + extra) * head)
+    one = max(4 * head + 8 * chunk, (4 + size) * head + chunk * (4 + extra), (8 + extra) * head)
+    return one + 4 * head * len(counts.model.mtp)  # every further prediction's loss waits with a sum of its own
 
 
 def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
@@ -361,7 +360,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
         )
     residuals = 0.0
     if "activations" in job.offload:
-        residuals = len(counts.model.layers) * job.tokens * counts.model.width * job.activation_bytes * job.ranks
+        residuals = counts.blocks * job.tokens * counts.model.width * job.activation_bytes * job.ranks
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     rounded = "weights" in job.offload - job.nvme and not machine_is_cpu

@@ -8,12 +8,12 @@ from itertools import chain
 from math import ceil
 from typing import Any
 
-from tercet.planner.clock import clock, step_seconds, traffic
+from tercet.planner.clock import clock, collectives, step_seconds
 from tercet.planner.constants import Constants
-from tercet.planner.counts import Counts
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import host_rows, moments, phases
 from tercet.planner.legal import refusals
+from tercet.spec.counts import Counts
 from tercet.spec.machine import Machine
 from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Recompute, Strategy, Work
@@ -98,8 +98,7 @@ class Search:
             host += need * strategy.ranks
         n = job.shards
         sent = sum(
-            b * (n - 1) / n * (2 if k.startswith("all_reduce") else 1)
-            for k, (b, _) in traffic(self.counts, job).items()
+            x.payload * (n - 1) / n * (2 if x.kind == "all_reduce" else 1) for x in collectives(self.counts, job)
         )
         return Candidate(strategy, job, need, host, clock(self.counts, job, machine, self.constants), sent)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from tercet.spec.blocks.cost import Kept, Matmul
+    from tercet.spec.blocks.mtp import MTP
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Block(Protocol):
 
     def matmuls(self, width: int) -> tuple[Matmul, ...]: ...
 
-    def kept(self, width: int) -> Kept:
-        """Return what a token keeps for backward, by recompute level."""
+    def kept(self, width: int, grouped: bool = True) -> Kept:
+        """Return what a token keeps for backward; `grouped`: experts run as one matmul (on a card)."""
         ...
 
 
@@ -112,6 +113,17 @@ class Layer:
     def matmuls(self, width: int) -> tuple[Matmul, ...]:
         return (*self.attention.matmuls(width), *self.feedforward.matmuls(width))
 
+    def entries(self, width: int) -> int:
+        """Return the numbers per token that come in; full recomputation keeps these alone."""
+        return width
+
+    def kept(self, width: int, grouped: bool = True) -> Kept:
+        """Return what both blocks keep, and the rows that the layer's own two norms read."""
+        from tercet.spec.blocks.cost import Kept
+
+        norms = Kept(0, 2 * width, 0, 2, 0)
+        return self.attention.kept(width, grouped) + self.feedforward.kept(width, grouped) + norms
+
     def buffers(self, prefix: str, width: int) -> tuple[Tensor, ...]:
         own = getattr(self.feedforward, "buffers", None)
         return own(f"{prefix}mlp.", width) if own else ()
@@ -145,11 +157,11 @@ class Model:
     context_tokens: int = 2048
     init_std: float = 0.02
     name: str = ""
-    mtp: tuple[Block, ...] = ()
+    mtp: tuple[MTP, ...] = ()
     balance: Balance = field(default_factory=Balance)
     unread: tuple[str, ...] = ()  # names in the files that are no parameters: masks, tables, a tied head's copy
 
-    def blocks(self) -> Iterator[tuple[str, Layer | Block]]:
+    def blocks(self) -> Iterator[tuple[str, Layer | MTP]]:
         """Yield (prefix, layer) for every layer and every further prediction, in the order of the module."""
         for n, block in enumerate((*self.layers, *self.mtp)):
             yield f"model.layers.{n}.", block
@@ -169,7 +181,7 @@ class Model:
         """Return what is stored with the weights but trained by no gradient (balancing biases); always fp32."""
         found: list[Tensor] = []
         for prefix, block in self.blocks():
-            found += block.buffers(prefix, self.width)  # type: ignore[union-attr]
+            found += block.buffers(prefix, self.width)
         return tuple(found)
 
     def layer_tensors(self, prefix: str, layer: Layer) -> list[Tensor]:
@@ -185,7 +197,7 @@ class Model:
 
     @property
     def idle_parameters(self) -> int:
-        return sum(block.idle_parameters(self.width) for _, block in self.blocks())  # type: ignore[union-attr]
+        return sum(block.idle_parameters(self.width) for _, block in self.blocks())
 
     @property
     def active_parameters(self) -> int:

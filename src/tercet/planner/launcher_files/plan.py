@@ -7,12 +7,12 @@ from typing import Any
 
 from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
-from tercet.planner.counts import Counts
 from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed, read_file
 from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
 from tercet.planner.table import need_line
+from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import machine_of, parse_gpus
 from tercet.spec.strategy import Work, not_built, resolve

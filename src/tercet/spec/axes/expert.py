@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tercet.spec.axes.split import balanced
+from tercet.spec.axes.traffic import Collective
 from tercet.spec.model import Model
 
 
@@ -32,3 +33,10 @@ def legal(model: Model, size: int, data_ranks: int) -> list[str]:
 def split(model: Model, size: int) -> tuple[int, ...]:
     """Return the experts of each rank: 64 over 3 is 22, 21, 21."""
     return balanced(experts(model) or 0, size)
+
+
+def traffic(model: Model) -> list[Collective]:
+    """Return the sum over ranks of the tokens sent to each expert, once per step (model/balance.py): fp64 numbers."""
+    blocks = (block for _, block in model.blocks())
+    numbers = sum(getattr(getattr(block, "feedforward", None), "experts", 0) for block in blocks)
+    return [Collective("all_reduce", "counts", 1, 8 * numbers)] if numbers else []

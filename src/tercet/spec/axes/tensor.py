@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from tercet.spec.axes.split import divisors_near, either
+from tercet.spec.axes.traffic import Collective
 from tercet.spec.model import Model
 
 
@@ -29,3 +30,12 @@ def legal(model: Model, size: int) -> list[str]:
         f"or use {size} ranks without cutting tensors: zero 1 to 3 take any number"
         + (f", and pipeline: {size} cuts {len(model.layers)} layers unevenly" if size <= len(model.layers) else "")
     ]
+
+
+def traffic(layers: int, row_bytes: float, micro_batches: int, recomputing: bool) -> list[Collective]:
+    """Return the all-reduces of the residual row of one micro-batch's tokens (`row_bytes`), section 3 of the paper.
+
+    Two forward and two backward in every layer, and the forward's again where it is recomputed.
+    """
+    number = (4 + 2 * recomputing) * layers * micro_batches
+    return [Collective("all_reduce", "activations", number, number * row_bytes)]

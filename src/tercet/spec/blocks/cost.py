@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tercet.spec.model import Tensor
 
@@ -35,8 +35,11 @@ class Kept:
     """Numbers per token that a block holds between forward and backward, by what they are.
 
     `inputs`: what its first matmuls read (the normed row). `outputs`: what its matmuls and its attention return
-    and a later step needs. `products`: results of elementwise steps that a matmul reads. `stats`: fp32 numbers
-    (softmax normalisers). `elementwise`: numbers read or written by fused elementwise steps of one forward.
+    and a later step needs. `products`: results of elementwise steps that a matmul reads. `stats`: words of four
+    bytes whatever the format (softmax normalisers, a norm's scales; an index counts two). `widened`: numbers copied
+    to fp32 where the format is another. `elementwise`: numbers read or written by fused elementwise steps of one
+    forward. `selected` and `selected_stats`: what selective recomputation holds instead of all these, the results
+    of the operators in spec/recompute.py.
     """
 
     inputs: float
@@ -44,6 +47,12 @@ class Kept:
     products: float
     stats: float
     elementwise: float
+    selected: float = 0.0
+    selected_stats: float = 0.0
+    widened: float = 0.0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def matrices(tensors: tuple[Tensor, ...], rows: float = 1.0) -> tuple[Matmul, ...]:

@@ -55,7 +55,7 @@ class GQA:
     def matmuls(self, width: int) -> tuple[Matmul, ...]:
         return matrices(self.tensors("", width))
 
-    def kept(self, width: int) -> Kept:
+    def kept(self, width: int, grouped: bool = True) -> Kept:
         """Flash attention keeps queries, keys, values, its output and one number a head (arXiv 2205.14135)."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         normed = q + kv if self.qk_norm else 0  # the norm's own input, besides the rotated row
@@ -63,6 +63,8 @@ class GQA:
             inputs=width,
             outputs=2 * q + 2 * kv + normed,
             products=0,
-            stats=self.heads,
+            stats=self.heads + (self.heads + self.kv_heads if self.qk_norm else 0),
             elementwise=2 * (q + kv) + 2 * normed,
+            selected=2 * q + 2 * kv + width,
+            selected_stats=self.heads,
         )

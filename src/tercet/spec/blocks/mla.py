@@ -71,14 +71,23 @@ class MLA:
     def matmuls(self, width: int) -> tuple[Matmul, ...]:
         return matrices(self.tensors("", width))
 
-    def kept(self, width: int) -> Kept:
-        """The latents before and after their norms, full queries, keys and values, and attention's output."""
+    def kept(self, width: int, grouped: bool = True) -> Kept:
+        """The latents before and after their norms; queries, keys, values and attention's output, all of one width.
+
+        The fast kernels want one width, so the narrower are padded; of padded results the last matmul reads a copy.
+        """
         latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope_dim
-        full = self.heads * (2 * self.query_dim + 2 * self.value_dim)
+        widest = max(self.query_dim, self.value_dim)
+        # A padded value is a copy; another is a view into the expanded latent, which then stays whole.
+        narrow = self.value_dim < widest
+        values = widest + self.value_dim if narrow else self.nope_dim + self.value_dim
+        results = sum(m.outer for m in self.matmuls(width))
         return Kept(
             inputs=width,
-            outputs=latents + full,
+            outputs=latents + self.heads * (3 * widest + values),
             products=0,
-            stats=self.heads,
+            stats=self.heads + (1 if self.q_rank is None else 2),
             elementwise=latents + 4 * self.heads * self.query_dim,
+            selected=results + self.heads * widest,
+            selected_stats=self.heads,
         )

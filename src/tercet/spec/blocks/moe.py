@@ -7,7 +7,7 @@ section 2.1.2, and arXiv 2408.15664.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tercet.spec.blocks.cost import Kept, Matmul, matrices
@@ -77,14 +77,19 @@ class MoE:
     def matmuls(self, width: int) -> tuple[Matmul, ...]:
         return matrices(self.tensors("", width), self.experts_per_token)
 
-    def kept(self, width: int) -> Kept:
-        """Each token's row is copied once per expert; each expert's output row is kept for its weight's gradient."""
-        k, f = self.experts_per_token, self.ffn
+    def kept(self, width: int, grouped: bool = True) -> Kept:
+        """The gate in fp32 (scores, weights, indices), and of each token's experts what the way of running them holds.
+
+        `grouped`: one matmul over all experts, as on a card. Each token's row is copied once per expert, and each
+        expert's output row waits for its weight's gradient. Else experts run one after the other, as on a CPU: only
+        the results of gate and up are held, and selective recomputation holds each expert's output.
+        """
+        k, f, e = self.experts_per_token, self.ffn, self.experts
+        gate = Kept(0, 0, 0, e + (9 if grouped else 8) * k + 3, 0, 0, e, widened=width)
+        if grouped:
+            routed = Kept(width + k * width, k * (2 * f + width), k * f, 0, 0, k * (2 * f + width))
+        else:
+            routed = Kept(width, k * 2 * f, 0, 0, 0, k * width)
+        moved = Kept(0, 0, 0, 0, k * (3 * f + 4 * width))
         shared = self.shared.kept(width) if self.shared_experts else Kept(0, 0, 0, 0, 0)
-        return Kept(
-            inputs=width + k * width,
-            outputs=k * (2 * f + width) + shared.outputs,
-            products=k * f + shared.products,
-            stats=2 * self.experts,
-            elementwise=k * (3 * f + 4 * width) + shared.elementwise,
-        )
+        return gate + routed + moved + replace(shared, inputs=0)  # both read the same row

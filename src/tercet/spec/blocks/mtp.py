@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.spec.model import Layer, Tensor
+from tercet.spec.blocks.cost import Kept, Matmul, matrices
+from tercet.spec.model import AttentionBlock, FeedForwardBlock, Layer, Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,27 @@ class MTP:
 
     def idle_parameters(self, width: int) -> int:
         return self.layer.idle_parameters(width)
+
+    @property
+    def attention(self) -> AttentionBlock:
+        return self.layer.attention
+
+    @property
+    def feedforward(self) -> FeedForwardBlock:
+        return self.layer.feedforward
+
+    def matmuls(self, width: int) -> tuple[Matmul, ...]:
+        own = [t for t in self.tensors("", width) if t.name == "eh_proj.weight"]
+        return (*matrices(tuple(own)), *self.layer.matmuls(width))
+
+    def entries(self, width: int) -> int:
+        """Return the numbers per token that come in: the state and the embedding of the token ahead."""
+        return 2 * width
+
+    def kept(self, width: int, grouped: bool = True) -> Kept:
+        """Besides the layer's own: what comes in, both normed side by side, and the last norm's input."""
+        own = Kept(0, 2 * width, 2 * width + width, 3, 4 * width, width)
+        return own + self.layer.kept(width, grouped)
 
     def flops(self, width: int, tokens: int, context: float) -> int:
         """Return forward FLOPs without the head, which `Model.flops` counts once per prediction."""

@@ -31,6 +31,13 @@ class SwiGLU:
     def matmuls(self, width: int) -> tuple[Matmul, ...]:
         return matrices(self.tensors("", width))
 
-    def kept(self, width: int) -> Kept:
+    def kept(self, width: int, grouped: bool = True) -> Kept:
         """gate and up, and their product, which the last matmul reads; silu(gate) is made again in backward."""
-        return Kept(inputs=width, outputs=2 * self.ffn, products=self.ffn, stats=0, elementwise=3 * self.ffn)
+        return Kept(
+            inputs=width,
+            outputs=2 * self.ffn,
+            products=self.ffn,
+            stats=0,
+            elementwise=3 * self.ffn,
+            selected=2 * self.ffn + width,
+        )

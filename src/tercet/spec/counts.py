@@ -1,23 +1,29 @@
-"""Sums over a model that every strategy needs, made once per plan: the search must not walk the tensors again."""
+"""Sums over a model that every strategy needs, made once per plan: nothing walks all the tensors again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
+from tercet.spec.axes.data import buckets
+from tercet.spec.axes.split import chunk
 from tercet.spec.blocks.cost import Kept, Matmul
+from tercet.spec.blocks.mtp import MTP
 from tercet.spec.model import Layer, Model, Tensor
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A layer and how many of the model's layers are exactly like it."""
+    """A layer or a further prediction, and how many of the model's are exactly like it."""
 
-    layer: Layer
+    layer: Layer | MTP
     count: int
     matmuls: tuple[Matmul, ...]
-    kept: tuple[Kept, Kept]  # attention, feed-forward
+    attention: Kept
+    feedforward: Kept
+    whole: Kept  # both, and what lies around them
+    looped: Kept  # the same where experts run one after the other, as on a CPU
+    entries: int  # numbers per token that come in
     score_width: int  # numbers of one token's queries, over all heads
     value_width: int
     window: int | None
@@ -30,17 +36,24 @@ class Counts:
 
     def __init__(self, model: Model):
         self.model = model
-        self.kinds = [self._kind(layer, n) for layer, n in _grouped(model.layers)]
+        self.kinds = [self._kind(layer, n) for layer, n in _grouped((*model.layers, *model.mtp))]
+        self._buckets: dict[float, int] = {}
+        self._padded: dict[int, int] = {}
+        self.blocks = len(model.layers) + len(model.mtp)
 
-    def _kind(self, layer: Layer, count: int) -> LayerKind:
-        model, width = self.model, self.model.width
+    def _kind(self, layer: Layer | MTP, count: int) -> LayerKind:
+        width = self.model.width
         score, value = layer.attention.attention_widths
-        tensors = tuple(model.layer_tensors("", layer))
+        tensors = layer.tensors("", width)
         return LayerKind(
             layer=layer,
             count=count,
             matmuls=layer.matmuls(width),
-            kept=(layer.attention.kept(width), layer.feedforward.kept(width)),
+            attention=layer.attention.kept(width),
+            feedforward=layer.feedforward.kept(width),
+            whole=layer.kept(width),
+            looped=layer.kept(width, grouped=False),
+            entries=layer.entries(width),
             score_width=score,
             value_width=value,
             window=getattr(layer.attention, "window", None),
@@ -56,8 +69,8 @@ class Counts:
 
     @cached_property
     def outside(self) -> tuple[Tensor, ...]:
-        """Embedding, final norm, head, and whatever else the model adds (multi-token prediction)."""
-        prefixes = tuple(prefix for prefix, _ in islice(self.model.blocks(), len(self.model.layers)))
+        """Embedding, final norm, head: what no layer and no further prediction holds."""
+        prefixes = tuple(prefix for prefix, _ in self.model.blocks())
         return tuple(t for t in self.model.tensors() if not t.name.startswith(prefixes))
 
     @cached_property
@@ -86,29 +99,34 @@ class Counts:
 
     def chunk(self, ranks: int, rank: int) -> int:
         """Return the elements that a rank holds of all tensors split on their first dimension, without padding."""
-        return sum(chunk_rows(t.shape[0], ranks, rank) * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
+        return sum(chunk(t.shape[0], ranks)[rank] * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
 
     def padded(self, ranks: int) -> int:
         """Return the elements that every rank stores: shards are padded to the first rank's size."""
-        return sum(chunk_rows(t.shape[0], ranks, 0) * (t.parameters // t.shape[0]) * n for t, n in self.tensors)
+        if ranks not in self._padded:
+            rows = ((chunk(t.shape[0], ranks)[0], t.parameters // t.shape[0], n) for t, n in self.tensors)
+            self._padded[ranks] = sum(held * row * n for held, row, n in rows)
+        return self._padded[ranks]
 
     def held_tensors(self, ranks: int, rank: int) -> int:
         """Return of how many tensors a rank holds at least one row."""
-        return sum(n for t, n in self.tensors if chunk_rows(t.shape[0], ranks, rank))
+        return sum(n for t, n in self.tensors if chunk(t.shape[0], ranks)[rank])
 
     def active_matmul_flops(self) -> float:
-        """Return forward FLOPs of all matmuls per token, head included, attention scores not."""
-        return sum(m.flops * k.count for k in self.kinds for m in k.matmuls) + 2.0 * self.head_parameters
+        """Return forward FLOPs of all matmuls per token, heads included, attention scores not."""
+        heads = 1 + len(self.model.mtp)
+        return sum(m.flops * k.count for k in self.kinds for m in k.matmuls) + 2.0 * heads * self.head_parameters
+
+    def buckets(self, bytes_per_element: float) -> int:
+        """Return into how many buckets the gradients are cut, in the order in which backward makes them."""
+        if bytes_per_element not in self._buckets:
+            sizes = [t.parameters for t in reversed(self.model.tensors())]
+            self._buckets[bytes_per_element] = len(buckets(sizes, bytes_per_element))
+        return self._buckets[bytes_per_element]
 
 
-def chunk_rows(rows: int, ranks: int, rank: int) -> int:
-    """Return how many rows a rank holds by PyTorch's `Shard(0)`: ceil(rows / ranks) each, later ranks fewer."""
-    size = -(-rows // ranks)
-    return max(0, min(rows - rank * size, size))
-
-
-def _grouped(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
-    found: list[tuple[Layer, int]] = []
+def _grouped(layers: tuple[Layer | MTP, ...]) -> list[tuple[Layer | MTP, int]]:
+    found: list[tuple[Layer | MTP, int]] = []
     for layer in layers:
         for n, (known, count) in enumerate(found):
             if known is layer or known == layer:
