@@ -11,6 +11,11 @@ from tests.cli import Cli
 from tests.ranks import Ranks
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--kills", type=int, default=200, help="how often the runs of test_g09 are killed, in all")
+    parser.addoption("--kill-seed", type=int, default=1, help="at which moments and how")
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Ranks]]:
     """1, 2 and 3 gloo ranks; each starts at its first use."""

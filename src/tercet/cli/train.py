@@ -26,11 +26,14 @@ def register(app: typer.Typer) -> None:
         output: Annotated[str | None, typer.Option(help="The run folder; default runs/<recipe>-<n>.")] = None,
         resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue this run.")] = None,
         restarts: Annotated[int, typer.Option(help="How often to resume by itself after a failure.", min=0)] = 0,
+        accept_changed_data: Annotated[
+            bool, typer.Option(help="With --resume: train on, although the data is not what the run began with.")
+        ] = False,
         print_recipe: Annotated[bool, typer.Option(help="Print the resolved recipe and leave.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON at the end.")] = False,
     ) -> None:
         """Train a recipe: text in, trained model out. Predicts first, refuses what cannot work."""
-        run(arguments or [], ranks, output, resume, restarts, print_recipe, as_json)
+        run(arguments or [], ranks, output, resume, restarts, accept_changed_data, print_recipe, as_json)
 
 
 def run(
@@ -39,6 +42,7 @@ def run(
     output: str | None,
     resume: str | None,
     restarts: int,
+    accept_changed_data: bool,
     print_recipe: bool,
     as_json: bool,
 ) -> None:
@@ -58,7 +62,7 @@ def run(
 
         typer.echo(load_recipe(recipe or open_run(resume or "").recipe, arguments).to_yaml(), nl=False)
         return
-    asked = Asked(recipe, arguments, output, resume, ranks, restarts)
+    asked = Asked(recipe, arguments, output, resume, ranks, restarts, accept_changed_data)
     if os.environ.get("RANK") is not None:
         _run_launched(asked, as_json)
     console = ConsoleFile(2, getattr(sys.stderr, "encoding", None))

@@ -12,6 +12,7 @@ from typing import Any
 
 from tercet.data import cache, corpus, figures, tokenizer
 from tercet.data.corpus import TRAIN, VALIDATION, Corpus, Tag
+from tercet.data.kept import Kept, changes, described, judge
 from tercet.data.mix import Mix, read_weights
 from tercet.data.shards import Rows, Writer
 from tercet.data.sources import Source, content_hashes, find
@@ -50,6 +51,8 @@ class Prepared:
     bos_id: int | None
     pad_id: int
     sequence_tokens: int
+    decides: str  # hash of the tokenizer that the recipe names, or "train"
+    files: dict[str, list[dict[str, Any]]]  # of the sources, with their contents' hashes (kept.described)
 
 
 def prepare(
@@ -60,31 +63,41 @@ def prepare(
     seed: int,
     say: Say = _quiet,
     progress: Progress = _quiet,
+    kept: Kept | None = None,
 ) -> Prepared:
     """Return the prepared data, made now or found in the cache under a key of all that decides it.
 
     `vocabulary`: the model's number of ids, which the tokenizer must not exceed (None: not checked; needed
     to train a tokenizer). `model_tokenizer`: the folder that data.tokenizer=model means. `seed` decides the
     order of the rows, not what they hold. `say` hears sentences, `progress` (bytes done, bytes in all,
-    phase). Any number of processes may call this at the same time. Raises InputError for rows that cannot
+    phase). `kept`: what the run that is resumed was begun with. Any number of processes may call this at the same time. Raises InputError for rows that cannot
     be used (with their places), a tokenizer that does not fit the model or cannot be had, or when nothing
     is left to train on.
     """
     _refuse_unbuilt(data)
     train, held = _find(data)
     weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
-    loaded, decides = _tokenizer_of(data, vocabulary, model_tokenizer)
-    key = cache.key_of({**decides, **_settings(data, train, held, progress)})
     folder = cache.folder_of(data.cache)
+    hashes = _hashes(train, held, progress)
+    files = described(train, held, hashes)
+    changed = changes(kept.files, files) if kept is not None else []
+    if kept is not None and changed:
+        say(judge(kept, changed, train, held, data.bad_rows))
+    if kept is not None and not changed and (manifest := cache.complete(folder / kept.key)):
+        key, hit, decided = kept.key, True, kept.tokenizer
+    else:
+        loaded, decided = _tokenizer_of(data, vocabulary, model_tokenizer, kept, say)
+        decides = {"tokenizer": decided, **({"vocabulary": vocabulary} if loaded is None else {})}
+        key = cache.key_of({**decides, **_settings(data, train, held, hashes)})
 
-    def build(scratch: Path) -> dict[str, Any]:
-        say(f"prepared data: miss, key {key}")
-        return _build(data, train, held, loaded, vocabulary, scratch, progress, say)
+        def build(scratch: Path) -> dict[str, Any]:
+            say(f"prepared data: miss, key {key}")
+            return _build(data, train, held, loaded, vocabulary, scratch, progress, say)
 
-    manifest, hit = cache.fill(folder, key, build, say)
+        manifest, hit = cache.fill(folder, key, build, say)
     if hit:
         say(f"prepared data: hit, key {key}")
-    found = _open(folder / key, key, hit, manifest, weights, seed)
+    found = _open(folder / key, key, hit, manifest, weights, seed, decided, files)
     _check_vocabulary(found.vocabulary, vocabulary, data.tokenizer)
     return found
 
@@ -104,27 +117,50 @@ def _find(data: DataSection) -> tuple[list[Source], list[Source] | float | None]
 
 
 def _tokenizer_of(
-    data: DataSection, vocabulary: int | None, model_tokenizer: Path | None
-) -> tuple[Callable[[], Tokenizer] | None, dict[str, Any]]:
-    """Return (how to load the tokenizer, or None to train one; what of it decides the tokens)."""
+    data: DataSection, vocabulary: int | None, model_tokenizer: Path | None, kept: Kept | None, say: Say
+) -> tuple[Callable[[], Tokenizer] | None, str]:
+    """Return (how to load the tokenizer, or None to train one; the hash of what of it decides the tokens, or "train").
+
+    A run that has one of its own uses the recipe's only as long as it is the same.
+    """
+    if kept is not None and kept.tokenizer == "train":
+        return _own(kept)
     if data.tokenizer == "train":
         if vocabulary is None:
             raise InputError("data.tokenizer is 'train', but model.vocabulary does not say how many ids it may have")
-        return None, {"tokenizer": "train", "vocabulary": vocabulary}
+        return None, "train"
+    try:
+        load, content = _of_recipe(data, model_tokenizer)
+    except InputError as error:
+        if kept is None:
+            raise
+        say(f"{error.message}; the run's own tokenizer is used: {kept.own_tokenizer()}")
+        return _own(kept)
+    if kept is not None and content != kept.tokenizer:
+        say(
+            f"data.tokenizer {data.tokenizer} has changed since this run began; its own is used: {kept.own_tokenizer()}"
+        )
+        return _own(kept)
+    return load, content
+
+
+def _of_recipe(data: DataSection, model_tokenizer: Path | None) -> tuple[Callable[[], Tokenizer], str]:
     place = tokenizer.locate(data.tokenizer, model_tokenizer)
     content = tokenizer.content_hash(place)
     if content is not None:
-        return lambda: tokenizer.load(place), {"tokenizer": content}
+        return lambda: tokenizer.load(place), content
     fetched = tokenizer.load(place)  # a hub name says nothing about its content, so it is loaded first
-    return lambda: fetched, {"tokenizer": fetched.content()}
+    return lambda: fetched, fetched.content()
 
 
-def _settings(
-    data: DataSection, train: list[Source], held: list[Source] | float | None, progress: Progress
-) -> dict[str, Any]:
-    """Return what else decides the tokens: file contents (not names, not times) and settings."""
-    groups = {"train": train, "validation": held if isinstance(held, list) else []}
-    files = [f for sources in groups.values() for s in sources for f in s.files]
+def _own(kept: Kept) -> tuple[Callable[[], Tokenizer], str]:
+    place = kept.own_tokenizer()
+    return lambda: tokenizer.load(place), tokenizer.content_hash(place) or ""
+
+
+def _hashes(train: list[Source], held: list[Source] | float | None, progress: Progress) -> list[str]:
+    """Return the hash of each file's content, in the order of reading."""
+    files = [f for s in [*train, *(held if isinstance(held, list) else [])] for f in s.files]
     total, done = sum(f.bytes for f in files), 0
 
     lock = Lock()
@@ -135,7 +171,15 @@ def _settings(
             done += n
             progress(done, total, "hash")
 
-    hashes = iter(content_hashes(files, count))
+    return content_hashes(files, count)
+
+
+def _settings(
+    data: DataSection, train: list[Source], held: list[Source] | float | None, content: list[str]
+) -> dict[str, Any]:
+    """Return what else decides the tokens: file contents (not names, not times) and settings."""
+    groups = {"train": train, "validation": held if isinstance(held, list) else []}
+    hashes = iter(content)
     described = {
         name: [{"map": s.section.map, "files": [(next(hashes), f.format) for f in s.files]} for s in sources]
         for name, sources in groups.items()
@@ -308,7 +352,14 @@ def _check_vocabulary(size: int, vocabulary: int | None, name: str) -> None:
 
 
 def _open(
-    folder: Path, key: str, hit: bool, manifest: dict[str, Any], weights: tuple[float, ...] | None, seed: int
+    folder: Path,
+    key: str,
+    hit: bool,
+    manifest: dict[str, Any],
+    weights: tuple[float, ...] | None,
+    seed: int,
+    decides: str,
+    files: dict[str, list[dict[str, Any]]],
 ) -> Prepared:
     def rows(name: str) -> Rows:
         return Rows(folder, name, manifest["sequence_tokens"], manifest["dtype"])
@@ -332,4 +383,6 @@ def _open(
         bos_id=manifest["bos_id"],
         pad_id=manifest["pad_id"],
         sequence_tokens=manifest["sequence_tokens"],
+        decides=decides,
+        files=files,
     )

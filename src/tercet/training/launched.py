@@ -73,7 +73,8 @@ def run_launched(asked: Asked) -> Ended:
             return Ended(told.exit_code, Path(told.run) if told.finished and world.rank == 0 else None)
         # Before the first collective of the cards: NCCL reads its settings when it starts.
         os.environ.update(told.repairs)
-        return _run(recipe, RunFolder(Path(told.run)), world, stop, session, [host for _, host in places])
+        run = RunFolder(Path(told.run))
+        return _run(asked, recipe, run, world, stop, session, [host for _, host in places])
 
 
 def _say(text: str) -> None:
@@ -92,7 +93,13 @@ def _open_session(asked: Asked, world: World, held: ExitStack) -> tuple[Session,
 
 
 def _run(
-    recipe: Recipe, run: RunFolder, world: World, stop: Stop, session: Session | None, hosts: Sequence[str]
+    asked: Asked,
+    recipe: Recipe,
+    run: RunFolder,
+    world: World,
+    stop: Stop,
+    session: Session | None,
+    hosts: Sequence[str],
 ) -> Ended:
     swap = Swap(run) if world.local_rank == 0 else None  # every machine has its own files
     try:
@@ -100,7 +107,7 @@ def _run(
         if session is not None:
             session.hold(pids)
         _prepare_swap(swap, world)
-        code = run_as_rank(recipe, run, world.rank, stop, lambda: world)
+        code = run_as_rank(recipe, run, world.rank, stop, lambda: world, accept_changed_data=asked.accept_changed_data)
     finally:
         if swap is not None:
             swap.remove()

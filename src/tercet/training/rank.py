@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import logging
 import os
@@ -142,6 +143,7 @@ def run_as_rank(
     join: Callable[[], World],
     watched: str | None = None,
     started_by: str | None = None,
+    accept_changed_data: bool = False,
 ) -> int:
     """Run this process's rank to its end and return the exit code; errors are reported, not raised.
 
@@ -172,7 +174,7 @@ def run_as_rank(
             devices, hosts = zip(*world.gather((str(world.device), socket.gethostname())), strict=True)
             if console is not None:
                 console.print(how_started(started_by, devices, hosts), markup=False, highlight=False, soft_wrap=True)
-        run_rank(recipe, run, world, stop, console, at)
+        run_rank(recipe, run, world, stop, console, at, accept_changed_data)
         if watched is not None:
             from tercet.training.record import write_json
 
@@ -190,19 +192,35 @@ def leave_at_once() -> None:
 
 
 def main() -> None:
-    """`python -m tercet.training.rank RUN STORE_FILE PARENT_PID`, started by the supervisor with the rank's numbers."""
-    die_with_parent(int(sys.argv[3]))
+    """`python -m tercet.training.rank …`, started by the supervisor with the rank's numbers set."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("store")
+    parser.add_argument("parent", type=int)
+    parser.add_argument("--watch")
+    parser.add_argument("--accept-changed-data", action="store_true")
+    given = parser.parse_args()
+    die_with_parent(given.parent)
     stop = Stop(again=leave_at_once)
     stop.install()
-    run = RunFolder(Path(sys.argv[1]))
+    run = RunFolder(given.run)
     recipe = load_recipe(run.recipe)
 
     def join() -> World:
         from tercet.parallel.world import open_world
 
-        return open_world(recipe.train.collective_timeout_seconds, sys.argv[2])
+        return open_world(recipe.train.collective_timeout_seconds, given.store)
 
-    code = run_as_rank(recipe, run, int(os.environ["RANK"]), stop, join, *sys.argv[4:], started_by="tercet train")
+    code = run_as_rank(
+        recipe,
+        run,
+        int(os.environ["RANK"]),
+        stop,
+        join,
+        given.watch,
+        started_by="tercet train",
+        accept_changed_data=given.accept_changed_data,
+    )
     # Not sys.exit: after a broken collective, library threads may never join.
     sys.stdout.flush()
     os._exit(code)

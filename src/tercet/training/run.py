@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from tercet import __version__
+from tercet.data.kept import Kept, keep, read_kept
 from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
 from tercet.engine import Engine, open_engine
@@ -43,12 +44,14 @@ def run_rank(
     stop: Stop,
     console: Console | None,
     at: Callable[[int, list[int]], None],
+    accept_changed_data: bool = False,
 ) -> None:
     """Run this rank's part from data to finished folder. `console` is rank 0's; None on the others."""
     begin = time.time()
     say = _sayer(console)
     with stop.at_once():
-        prepared = prepare_data(recipe, say, console)
+        kept = read_kept(run.path, accept_changed_data)
+        prepared = prepare_data(recipe, say, console, kept)
         spec = describe(recipe.model)
         if isinstance(spec, TransformersModel):
             from tercet.model.through_transformers import as_built
@@ -73,6 +76,7 @@ def run_rank(
             versions=_versions(),
         )
         write_json(run.path / "data.json", prepared.report)
+        keep_sources(run, prepared, kept)
         if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
             write_json(run.ds_config, config)
     checkpoints = Checkpoints(
@@ -115,8 +119,13 @@ def run_rank(
     world.barrier()
 
 
-def prepare_data(recipe: Recipe, say: Callable[[str], None], console: Console | None) -> Prepared:
-    """Prepare the recipe's data, or find it prepared; shows a bar when there is a terminal."""
+def prepare_data(
+    recipe: Recipe, say: Callable[[str], None], console: Console | None, kept: Kept | None = None
+) -> Prepared:
+    """Prepare the recipe's data, or find it prepared; shows a bar when there is a terminal.
+
+    `kept`: what the run was begun with, when it is resumed.
+    """
     path = recipe.model.path
     with preparation_bar(console) as bar:
         return prepare(
@@ -126,7 +135,17 @@ def prepare_data(recipe: Recipe, say: Callable[[str], None], console: Console | 
             seed=recipe.train.seed,
             say=say,
             progress=bar,
+            kept=kept,
         )
+
+
+def keep_sources(run: RunFolder, prepared: Prepared, kept: Kept | None) -> None:
+    """Keep what this start trains on in the run folder; a later start is compared with it."""
+    if kept is None or kept.key != prepared.key:
+        # The tokenizer that decided the tokens at first stays the one that later starts are measured by.
+        decides = prepared.decides if kept is None else kept.tokenizer
+        rows = prepared.report["rows"]["read"]
+        keep(run.path, prepared.key, decides, prepared.files, rows, prepared.tokenizer_folder)
 
 
 def steps_of(recipe: Recipe, rows_per_epoch: int) -> int:

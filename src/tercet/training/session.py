@@ -35,6 +35,7 @@ class Asked:
     resume: str | Path | None = None
     ranks: int | None = None
     restarts: int = 0
+    accept_changed_data: bool = False
 
 
 class Session:
@@ -72,7 +73,8 @@ class Session:
             check_output(asked.output or self.recipe.output.folder or "runs")
         check_files(self.recipe)
         self.plan = make_plan(self.recipe, ranks, self.say)
-        check_tokenizer(self.recipe)
+        if not (self._run is not None and (self._run.path / "tokenizer").is_dir()):  # then it uses its own
+            check_tokenizer(self.recipe)
 
     @property
     def run(self) -> RunFolder:
@@ -86,6 +88,10 @@ class Session:
     @property
     def restarts(self) -> int:
         return self._asked.restarts
+
+    @property
+    def accept_changed_data(self) -> bool:
+        return self._asked.accept_changed_data
 
     def say(self, text: str) -> None:
         """Tell the user; a console that is gone changes nothing, and the run folder's log keeps the sentence."""
@@ -174,6 +180,8 @@ def refuse_options(asked: Asked, launcher: str | None, world: int | None) -> Non
             f"--output {asked.output} with --resume: a resumed run stays in its folder",
             "Leave --output away, or copy the folder and resume the copy.",
         )
+    if asked.accept_changed_data and asked.resume is None:
+        raise InputError("--accept-changed-data is for --resume: a new run takes its data as it is")
     if launcher is None:
         return
     if asked.ranks is not None and asked.ranks != world:

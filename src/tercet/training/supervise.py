@@ -50,10 +50,17 @@ def resume(
     *,
     ranks: int | None = None,
     restarts: int = 0,
+    accept_changed_data: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Continue a run from its newest complete checkpoint; a finished run says so and is left alone."""
-    return run_session(Asked(overrides=overrides, resume=folder, ranks=ranks, restarts=restarts), say)
+    """Continue a run from its newest complete checkpoint; a finished run says so and is left alone.
+
+    Data that has changed since the run began is refused unless accepted.
+    """
+    asked = Asked(
+        overrides=overrides, resume=folder, ranks=ranks, restarts=restarts, accept_changed_data=accept_changed_data
+    )
+    return run_session(asked, say)
 
 
 def run_session(asked: Asked, say: Callable[[str], None], watch: tuple[int, int] | None = None) -> Path:
@@ -132,7 +139,9 @@ class _Ranks:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         command = [sys.executable, "-m", "tercet.training.rank", str(self._session.run.path), store, str(os.getpid())]
         if self._watched is not None and rank == 0:
-            command.append("{}:{}".format(*self._watched))
+            command += ["--watch", "{}:{}".format(*self._watched)]
+        if self._session.accept_changed_data:
+            command.append("--accept-changed-data")
         # A session of their own: Ctrl-C in the terminal reaches the supervisor alone, which passes it on once.
         return subprocess.Popen(
             command,
