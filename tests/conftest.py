@@ -18,8 +18,8 @@ def pytest_addoption(parser) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Ranks]]:
-    """1, 2 and 3 gloo ranks; each starts at its first use."""
-    found = {n: Ranks(n) for n in (1, 2, 3)}
+    """1 to 4 gloo ranks; each pool starts at its first use."""
+    found = {n: Ranks(n) for n in (1, 2, 3, 4)}
     yield found
     for pool in found.values():
         pool.stop()

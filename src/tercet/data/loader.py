@@ -75,7 +75,7 @@ class Loader:
         return self.rows_per_epoch / self.batch_sequences
 
     def micro_batches(self, step: int, *, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step (from 0).
+        """Return the micro-batches of a step (from 0) for share `rank` of `ranks`: the mesh's data ranks.
 
         Place j of micro-step a on rank r holds row (a · ranks + r) · micro_batch + j of the global batch;
         places beyond the batch are idle. Every rank gets ceil(batch_sequences / (ranks · micro_batch)) of
@@ -89,7 +89,7 @@ class Loader:
         return batches
 
     def evaluation(self, *, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
-        """Yield this rank's share of the held-out rows, in their order: each row once over all ranks.
+        """Yield a data rank's share of the held-out rows, in their order: each row once over all ranks.
 
         Every rank gets the same number of batches; idle places fill up the last. Nothing when nothing is
         held out.

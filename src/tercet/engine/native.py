@@ -21,11 +21,13 @@ from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
 from tercet.parallel.data import Replicated
+from tercet.parallel.mesh import lay_out
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
 from tercet.spec.families.through_transformers import TransformersModel
+from tercet.spec.mesh import SAME_TOKENS, TOKENS
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
@@ -52,7 +54,7 @@ class NativeEngine:
         vocabulary: int | None = None,
         stop_ids: Sequence[int] = (),
     ):
-        self.spec, self.world, self.seed = spec, world, seed
+        self.spec, self.world, self.seed = spec, lay_out(world, strategy.mesh), seed
         self._clip = math.inf if optim.clip == "none" else optim.clip
         self._vocabulary = vocabulary or spec.vocabulary
         self._stop_ids = tuple(stop_ids)
@@ -81,7 +83,8 @@ class NativeEngine:
         module = self._empty_module()
         kinds = {t.name: t for t in self.spec.tensors()}
 
-        sharded = strategy.zero > 0 and self.world.size > 1
+        mesh = self.world.mesh
+        sharded = mesh.shard > 1
 
         def value_of(name: str) -> Tensor:
             t = kinds[name]
@@ -91,7 +94,7 @@ class NativeEngine:
                 return weights.tensor(name).to(self.world.device, torch.float32)
             # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
             # touched, and memory of the host that was never touched is not there.
-            begin, end = chunk_rows(t.shape[0], self.world.size, self.world.rank)
+            begin, end = chunk_rows(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
             value = torch.empty(t.shape, dtype=torch.float32, device=self.world.device)
             value[begin:end] = weights.rows(name, begin, end)
             return value
@@ -140,7 +143,7 @@ class NativeEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         layout, world = self.layout, self.world
-        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)])).item())
+        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)]), TOKENS).item())
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
         self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
@@ -149,7 +152,7 @@ class NativeEngine:
         for n, batch in enumerate(micro_batches):
             last = n == len(micro_batches) - 1
             layout.begin_micro_batch(last)
-            seed_random_numbers(self.seed, self.steps_done, world.rank, n)
+            seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
             loss = self._loss(batch.to(world.device))
             if last:
                 self._note_peak()
@@ -172,9 +175,10 @@ class NativeEngine:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
         parts = self.layout.parts
         squares = square_sum(parts) if parts else torch.zeros((), dtype=torch.float64)
-        if self.layout.square_sum_is_global() and self.world.rank > 0:
-            squares = torch.zeros_like(squares)  # equal on all ranks: count it once
-        sums = self.world.sum(torch.stack((loss_sum.cpu(), squares)))
+        mesh, rank = self.world.mesh, self.world.rank
+        # What several ranks hold alike, the first of them counts.
+        once = torch.tensor([mesh.index(rank, axes) == 0 for axes in (SAME_TOKENS, self.layout.copied_along)])
+        sums = self.world.sum(torch.where(once, torch.stack((loss_sum.cpu(), squares)), 0.0))
         loss, norm = sums[0].item() / max(tokens, 1), sums[1].sqrt().item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return StepResult(loss, norm, tokens, updated=False)
@@ -192,7 +196,7 @@ class NativeEngine:
         if not result.updated:
             self.balancer.drop_counts()
             return result
-        load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
+        load = self.balancer.update(self.world.sum(self.balancer.counts(), TOKENS), terms.balance.bias_speed)
         figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
         return replace(result, load=figures, expert_counts=load.counts.long().tolist())
 
@@ -230,12 +234,12 @@ class NativeEngine:
     def _saved_rows(self) -> list[tuple[str, Tensor, int]]:
         """Return (key, rows, first row) that this rank writes: a replica writes its chunk, so each row is written once."""
         found = []
+        mesh, axes = self.world.mesh, self.layout.copied_along
         for part in self.layout.parts:
-            rows = part.description.shape[0]
-            begin, end = chunk_rows(rows, self.world.size, self.world.rank)
-            if begin == end:
+            cut = slice(*chunk_rows(part.end - part.begin, mesh.size(axes), mesh.index(self.world.rank, axes)))
+            begin = part.begin + cut.start
+            if cut.start == cut.stop:
                 continue
-            cut = slice(begin - part.begin, end - part.begin)
             state = self.optimizer.state[part.value]
             found.append((f"weights/{part.name}", part.value[cut], begin))
             found += [(f"{m}/{part.name}", state[m][cut], begin) for m in MOMENTS]

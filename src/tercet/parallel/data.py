@@ -17,6 +17,7 @@ from tercet.parallel.part import Part
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
 from tercet.spec.axes.data import buckets
+from tercet.spec.mesh import AXES, TOKENS
 from tercet.spec.model import Model
 
 
@@ -27,8 +28,11 @@ class Replicated:
     micro-batch the summed gradients go there, the optimizer works there, and the new weights come back.
     """
 
+    copied_along = AXES  # ranks that differ along these axes hold the same parts
+
     def __init__(self, module: nn.Module, spec: Model, world: World, precision: Precision, on_host: bool = False):
         self.module, self.world = module, world
+        self._sums = world.mesh.size(TOKENS) > 1
         self._parameters = dict(module.named_parameters())
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
@@ -68,7 +72,7 @@ class Replicated:
         self._next = 0
 
     def begin_micro_batch(self, last: bool) -> None:
-        self._last = last and self.world.size > 1
+        self._last = last and self._sums
         for n in range(len(self._buckets)):
             self._waiting[n] = 0
         for p in self._parameters.values():
@@ -82,12 +86,13 @@ class Replicated:
     def _send_ready(self, all_of_them: bool) -> None:
         # In order only: ranks may fill buckets in different orders, and collectives must not cross.
         while self._next < len(self._buckets) and (all_of_them or self._waiting[self._next] == 0):
-            self._sending.append(dist.all_reduce(self._flat[self._buckets[self._next]], async_op=True))
+            bucket = self._flat[self._buckets[self._next]]
+            self._sending.append(dist.all_reduce(bucket, group=self.world.group(TOKENS), async_op=True))
             self._next += 1
 
     def finish_gradients(self) -> None:
         """Wait until every part's `value.grad` is the sum over all ranks."""
-        if self.world.size > 1:
+        if self._sums:
             self._send_ready(all_of_them=True)
             for work in self._sending:
                 work.wait()
@@ -102,10 +107,6 @@ class Replicated:
             part.value.grad = self._host_gradients[
                 view.storage_offset() : view.storage_offset() + view.numel()
             ].view_as(view)
-
-    def square_sum_is_global(self) -> bool:
-        """Whether a sum over this rank's parts is already the sum over the whole model."""
-        return True
 
     def after_update(self) -> None:
         """Bring the updated masters into the weights that compute."""

@@ -17,14 +17,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
+from tercet.parallel.mesh import device_mesh
 from tercet.parallel.part import Part, chunk_rows
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
+from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
 from tercet.spec.strategy import Strategy
 
@@ -39,7 +40,7 @@ class Sharder:
 
     def __init__(self, world: World, precision: Precision, strategy: Strategy):
         self.options = {
-            "mesh": init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",)),
+            "mesh": device_mesh(world, "shard"),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=precision.compute if precision.has_master else None, reduce_dtype=torch.float32
             ),
@@ -57,6 +58,10 @@ class Sharder:
 class Sharded:
     """Layout of zero 1, 2, 3 over a module whose layers and root are sharded."""
 
+    copied_along = tuple(
+        axis for axis in AXES if axis != "shard"
+    )  # ranks that differ along these axes hold the same parts
+
     def __init__(self, module: FSDPModule, spec: Model, world: World, precision: Precision, strategy: Strategy):
         self.module, self.world = module, world
         self._has_master = precision.has_master
@@ -71,8 +76,9 @@ class Sharded:
         self._parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
+        shard = world.mesh.position(world.rank)["shard"]
         for name, parameter in self._parameters.items():
-            begin, end = chunk_rows(parameter.shape[0], world.size, world.rank)
+            begin, end = chunk_rows(parameter.shape[0], world.mesh.shard, shard)
             if end > begin:
                 self.parts.append(Part(descriptions[name], begin, end, parameter.to_local().detach()))
 
@@ -90,10 +96,6 @@ class Sharded:
     def finish_gradients(self) -> None:
         for part in self.parts:
             part.value.grad = self._parameters[part.name].grad.to_local()  # type: ignore[union-attr]
-
-    def square_sum_is_global(self) -> bool:
-        """Whether a sum over this rank's parts is already the sum over the whole model."""
-        return False
 
     def after_update(self) -> None:
         """The next gather reads the updated shards; nothing to copy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tercet.errors import InputError
+from tercet.spec.mesh import AXES, Mesh
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
@@ -19,27 +20,51 @@ MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
+    """This rank among all. `mesh` says where it stands; until a strategy is known, all ranks are replicas.
+
+    `groups` holds the process groups of those axes that are neither one rank nor all (parallel/mesh.py makes them).
+    """
+
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    mesh: Mesh = field(default_factory=Mesh)
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small CPU tensor over the ranks, in place, and return it."""
-        if self.size > 1:
-            dist.all_reduce(values)
+    def __post_init__(self) -> None:
+        if self.mesh == Mesh():
+            object.__setattr__(self, "mesh", Mesh(data=self.size))
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each batch this rank computes, of `mesh.data_ranks`."""
+        return self.mesh.data_rank(self.rank)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Return the group of ranks that differ along these axes alone; None is PyTorch's name for all ranks.
+
+        Ask only where `mesh.size(axes)` exceeds 1.
+        """
+        return None if self.mesh.size(axes) == self.size else self.groups[axes]
+
+    def sum(self, values: torch.Tensor, over: tuple[str, ...] = AXES) -> torch.Tensor:
+        """Sum a small CPU tensor over the ranks of some axes, in place, and return it."""
+        if self.mesh.size(over) > 1:
+            dist.all_reduce(values, group=self.group(over))
         return values
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank says so; every rank gets the same answer."""
         return bool(self.sum(torch.tensor([int(flag)])).item())
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order, on every rank. For small plain data."""
-        if self.size == 1:
+    def gather(self, value: Any, over: tuple[str, ...] = AXES) -> list[Any]:
+        """Return the value of every rank of some axes, in rank order, on each of them. For small plain data."""
+        size = self.mesh.size(over)
+        if size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=self.group(over))
         return values
 
     def barrier(self) -> None:

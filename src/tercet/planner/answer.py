@@ -21,7 +21,7 @@ from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.recipe import Recipe, build_recipe, load_recipe, shipped_recipes
-from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built
+from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of
 from tercet.units import show_bytes
 
 __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
@@ -75,7 +75,7 @@ def plan_for_run(recipe: Recipe, ranks: int | None = None) -> tuple[dict[str, An
     """
     machine = this_machine(ranks)
     if ranks is None:
-        ranks = machine.ranks if recipe.strategy.data == "auto" else recipe.strategy.data
+        ranks = ranks_of(recipe.strategy, machine.ranks)
     if machine.card is not None and ranks > machine.ranks:
         raise NotLegalError([f"{ranks} ranks, but this machine has {machine.ranks} cards"])
     strategy, answer = choose(recipe, machine, ranks)
@@ -176,7 +176,7 @@ def answer_for(
     search = Search(counts, work, machine, load_for(machine))
     missing = not_built(recipe) + formats(work, machine)
     section = recipe.strategy
-    ranks = machine.ranks if section.data == "auto" else min(section.data, machine.ranks)
+    ranks = min(ranks_of(section, machine.ranks), machine.ranks)
     found = None if missing else search.run(section, ranks, deepspeed)
     strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
     refused = [

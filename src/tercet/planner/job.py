@@ -56,6 +56,7 @@ class Job:
     transport: Literal["collective", "copies", "round-robin"] = "collective"
     expert: int = 1
     pipeline: int = 1
+    context: int = 1
     tensor: int = 1
     deepspeed: bool = False  # its flat shards and buckets: rows are estimates then
     host_shards: bool = False  # FSDP2's offload: fp32 shards live on the host and are gathered from there
@@ -70,11 +71,17 @@ class Job:
     @property
     def step_tokens(self) -> float:
         """Tokens of rows that count, of one optimizer step over all ranks."""
-        return self.tokens * self.accumulation * self.ranks / (self.pipeline * self.tensor) * (1 - self.idle_share)
+        return self.tokens * self.accumulation * self.data_ranks * (1 - self.idle_share)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that compute different rows, replicas or shards."""
+        return self.ranks // (self.pipeline * self.context * self.tensor)
 
     @property
     def shards(self) -> int:
-        return self.ranks // (self.pipeline * self.tensor)
+        """Ranks among which zero 1 to 3 divide what they hold."""
+        return self.data_ranks
 
     def trained_parameters(self, counts: Counts) -> float:
         """Return the parameters that get gradients."""
@@ -120,7 +127,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         # FSDP2 holds the shards once, with their gradients and the optimizer: there is no second copy of the weights.
         offload = offload - {"weights"} | {"optimizer", "gradients"}
     accumulation = strategy.accumulation(work.batch_sequences)
-    places = accumulation * strategy.ranks * strategy.micro_batch
+    places = accumulation * strategy.mesh.data_ranks * strategy.micro_batch
     return Job(
         ranks=strategy.ranks,
         micro_batch=strategy.micro_batch,
@@ -143,6 +150,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
         expert=strategy.expert,
         pipeline=strategy.pipeline,
+        context=strategy.context,
         tensor=strategy.tensor,
         flat_buffers=not deepspeed and (strategy.zero == 0 or strategy.ranks == 1),
         idle_share=1 - work.batch_sequences / places,

@@ -17,7 +17,7 @@ def refusals(model: Model, strategy: Strategy, work: Work, machine: Machine) -> 
     why = why_not(model, strategy, work, machine)
     why += tensor.legal(model, strategy.tensor)
     why += pipeline.legal(model, strategy.pipeline)
-    why += expert.legal(model, strategy.expert, strategy.ranks // (strategy.tensor * strategy.pipeline))
+    why += expert.legal(model, strategy.expert, strategy.mesh.data_ranks)
     why += context.legal(work.sequence_tokens, strategy.context)
     product = strategy.tensor * strategy.pipeline * strategy.context
     if strategy.ranks % product:

@@ -198,7 +198,9 @@ class Search:
             if strategy.offload_weights != "none" and weights == "none":
                 continue
             base = replace(_with_zero(strategy, 3), recompute="full", offload_optimizer="nvme", offload_weights=weights)
-            tried = [self.candidate(replace(base, micro_batch=n)) for n in micro_batches(strategy.ranks, self.work)]
+            tried = [
+                self.candidate(replace(base, micro_batch=n)) for n in micro_batches(strategy.mesh.data_ranks, self.work)
+            ]
             fitting = [c for c in tried if self.fits(c)]
             if fitting:
                 other = min(fitting, key=Candidate.order)
@@ -252,9 +254,11 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
     if ranks == 1 and not deepspeed:  # DeepSpeed's offload needs a stage on one rank too
         zeros = [0]
     else:
-        zeros = [0, 1, 2, 3] if section.zero == "auto" else [section.zero]
+        replicas = section.data != "auto"  # whole copies, as many as asked for
+        zeros = [section.zero] if section.zero != "auto" else [0] if replicas else [0, 1, 2, 3]
+    data_ranks = max(1, ranks // (section.pipeline * section.context * section.tensor))
     recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
-    micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
+    micros = micro_batches(data_ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
         # zero 2 that reduces once per step holds and sends what zero 1 does: one line of the table is enough.
         reduces: list[Any] = {2: ["every_micro_batch"], 3: ["every_micro_batch", "once_per_step"]}.get(
@@ -289,6 +293,7 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
 OPEN_FOR_OFFLOAD = {
     "engine",
     "zero",
+    "data",
     "offload",
     "compile",
     "reduce_gradients",
@@ -321,9 +326,9 @@ def offloaded(section: StrategySection, ranks: int, work: Work, deepspeed: bool)
                 )
 
 
-def micro_batches(ranks: int, work: Work) -> list[int]:
-    """Return the micro-batches worth trying: rows per rank over 1, 2, 3, … steps, each evened out."""
-    rows = max(1, ceil(work.batch_sequences / ranks))
+def micro_batches(data_ranks: int, work: Work) -> list[int]:
+    """Return the micro-batches worth trying: rows per data rank over 1, 2, 3, … steps, each evened out."""
+    rows = max(1, ceil(work.batch_sequences / data_ranks))
     largest = max(1, min(rows, LARGEST_MICRO_TOKENS // work.sequence_tokens))
     found = {ceil(rows / n) for n in range(1, rows + 1)}
     usable = sorted(m for m in found if m <= largest)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Literal
 
+from tercet.spec.mesh import Mesh
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe, StrategySection
 
@@ -17,7 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """A layout over `ranks` processes. Mesh order, slowest first: pipeline, data, shard, context, tensor."""
+    """A layout over `ranks` processes; `mesh` says which rank stands where."""
 
     engine: str = "native"
     zero: int = 0
@@ -49,13 +50,26 @@ class Strategy:
         places = {"optimizer": self.offload_optimizer, "weights": self.offload_weights}
         return frozenset(what for what, where in places.items() if where == "nvme")
 
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks as axes: those that pipeline, context and tensor leave are replicas under zero 0, shards else."""
+        rest = max(1, self.ranks // (self.pipeline * self.context * self.tensor))
+        return Mesh(
+            pipeline=self.pipeline,
+            data=1 if self.zero else rest,
+            shard=rest if self.zero else 1,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
+        )
+
     def accumulation(self, batch_sequences: int) -> int:
-        """Return the micro-batches per optimizer step: batch over ranks times micro-batch, rounded up."""
-        return ceil(batch_sequences / (self.ranks * self.micro_batch))
+        """Return the micro-batches per optimizer step: batch over data ranks times micro-batch, rounded up."""
+        return ceil(batch_sequences / (self.mesh.data_ranks * self.micro_batch))
 
     def idle_rows(self, batch_sequences: int) -> int:
         """Return the places of a step that hold no row: computed, but weighing nothing."""
-        return self.accumulation(batch_sequences) * self.ranks * self.micro_batch - batch_sequences
+        return self.accumulation(batch_sequences) * self.mesh.data_ranks * self.micro_batch - batch_sequences
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
@@ -84,6 +98,11 @@ def not_built(recipe: Recipe) -> list[str]:
     for axis in ("tensor", "pipeline", "expert", "context"):
         if getattr(s, axis) != 1:
             why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
+    if s.zero not in (0, "auto") and s.data not in (1, "auto"):
+        why.append(
+            f"strategy.data: {s.data} replicas of a model that zero {s.zero} cuts into shards are not built yet; leave "
+            "strategy.data out and all ranks share one copy, or take strategy.zero=0 (ddp) for replicas"
+        )
     for what in ("optimizer", "weights", "activations"):
         where = getattr(s.offload, what)
         if where != "none" and what == "activations":
@@ -103,19 +122,33 @@ def not_built(recipe: Recipe) -> list[str]:
     return why
 
 
+def ranks_of(section: StrategySection, available: int) -> int:
+    """Return the ranks that a section means where `available` can be started.
+
+    `data` counts replicas. Copies that are whole (zero 0) fix the number of ranks; copies that are cut into shards
+    take what is there.
+    """
+    if section.data == "auto" or section.zero not in (0, "auto"):
+        return available
+    return section.data * section.pipeline * section.context * section.tensor
+
+
 def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens: int = 8192) -> Strategy:
     """Return the Strategy that a section means on `ranks` processes; fills what is `auto` without the planner.
 
     Micro-batch: as many rows as `micro_batch_tokens` holds, evened out so that the last one is not a remnant.
     """
-    if section.engine == "deepspeed":  # its offload needs a stage on one rank too
+    if section.zero == "auto" and section.data != "auto":  # whole copies, as many as asked for
+        zero = 0
+    elif section.engine == "deepspeed":  # its offload needs a stage on one rank too
         away = section.offload
         needs_3 = away.weights != "none" or away.optimizer == "nvme"
         zero = section.zero if section.zero != "auto" else 3 if needs_3 else 2
     else:
         zero = 0 if section.zero == "auto" or ranks == 1 else section.zero  # one rank has nothing to shard
     if section.micro_batch == "auto":
-        rows = ceil(work.batch_sequences / ranks)
+        data_ranks = max(1, ranks // (section.pipeline * section.context * section.tensor))
+        rows = ceil(work.batch_sequences / data_ranks)
         cap = max(1, min(rows, micro_batch_tokens // work.sequence_tokens))
         micro = ceil(rows / ceil(rows / cap))
     else:
@@ -157,10 +190,11 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
         why.append(
             f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"
         )
-    if strategy.ranks * strategy.micro_batch > work.batch_sequences and strategy.micro_batch > 1:
-        fits = max(1, work.batch_sequences // strategy.ranks)
+    data_ranks = strategy.mesh.data_ranks
+    if data_ranks * strategy.micro_batch > work.batch_sequences and strategy.micro_batch > 1:
+        fits = max(1, work.batch_sequences // data_ranks)
         why.append(
-            f"{strategy.ranks} ranks times micro-batch {strategy.micro_batch} exceed train.batch_sequences "
+            f"{data_ranks} ranks times micro-batch {strategy.micro_batch} exceed train.batch_sequences "
             f"{work.batch_sequences}; the largest micro-batch is {fits}"
         )
     if work.sequence_tokens > model.context_tokens:
@@ -218,5 +252,5 @@ def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str
 
 def nearest_batches(strategy: Strategy, batch_sequences: int) -> tuple[int, int]:
     """Return the largest batch below and the smallest above that leave no place idle (E09)."""
-    unit = strategy.ranks * strategy.micro_batch
+    unit = strategy.mesh.data_ranks * strategy.micro_batch
     return max(unit, batch_sequences // unit * unit), ceil(batch_sequences / unit) * unit

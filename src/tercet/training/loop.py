@@ -15,6 +15,7 @@ import torch
 from tercet.engine import Engine, MicroBatch, StepResult, Terms
 from tercet.errors import InterruptedRun, TercetError
 from tercet.parallel.world import World
+from tercet.spec.mesh import ROWS, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.checkpoint import Checkpoints
 from tercet.training.record import Recorder
@@ -94,11 +95,13 @@ class Loop:
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
 
+    def _micro_batches(self, step: int) -> Sequence[MicroBatch]:
+        rank, ranks = self.world.data_rank, self.world.mesh.data_ranks
+        return self.batches.micro_batches(step, rank=rank, ranks=ranks, micro_batch=self.micro_batch)
+
     def _step(self) -> None:
         p, begin = self.progress, time.perf_counter()
-        batches = self.batches.micro_batches(
-            p.step, rank=self.world.rank, ranks=self.world.size, micro_batch=self.micro_batch
-        )
+        batches = self._micro_batches(p.step)
         rows = [row for batch in batches for row in batch.rows if row >= 0]
         self.at(p.step + 1, rows)
         # The schedule follows updates: a skipped step does not move it.
@@ -136,7 +139,7 @@ class Loop:
         p, loss, norm = self.progress, result.loss, result.grad_norm
         p.skipped_in_a_row += 1
         overflow = result.loss_scale is not None and math.isfinite(loss)
-        lost = [(rank, r) for rank, r in enumerate(self.world.gather(self._nonfinite_rows(rows))) if r]
+        lost = [(rank, r) for rank, r in self.world.gather((self.world.rank, self._nonfinite_rows(rows)), ROWS) if r]
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, r))}" for rank, r in lost) or "the gradients"
         text = f"step {p.step}: loss {loss}, gradient norm {norm} (not finite: {where})"
         scale = {}
@@ -159,11 +162,8 @@ class Loop:
 
     def _nonfinite_rows(self, rows: list[int]) -> list[int]:
         """Return this rank's rows whose own loss is not finite (every rank computes equally many)."""
-        batches = self.batches.micro_batches(
-            self.progress.step - 1, rank=self.world.rank, ranks=self.world.size, micro_batch=self.micro_batch
-        )
         found = []
-        for batch in batches:
+        for batch in self._micro_batches(self.progress.step - 1):
             loss, _ = self.engine.evaluate(batch)
             if not math.isfinite(loss):
                 found += [row for row in batch.rows if row >= 0]
@@ -173,13 +173,14 @@ class Loop:
         """Mean loss over all validation tokens, each row once: sums, so no batch size or rank count shows."""
         p = self.progress
         sums = torch.zeros(2, dtype=torch.float64)
-        rows = self.batches.evaluation(rank=self.world.rank, ranks=self.world.size, micro_batch=self.micro_batch)
+        rank, ranks = self.world.data_rank, self.world.mesh.data_ranks
+        rows = self.batches.evaluation(rank=rank, ranks=ranks, micro_batch=self.micro_batch)
         for batch in rows:
             if self.world.any(self.stop_requested()):
                 return  # the loop's next look saves and ends; this evaluation is not counted
             loss, tokens = self.engine.evaluate(batch)
             sums += torch.tensor([loss, tokens], dtype=torch.float64)
-        self.world.sum(sums)
+        self.world.sum(sums, TOKENS)
         if sums[1] == 0:
             return
         p.validation_loss, p.validated_step = (sums[0] / sums[1]).item(), p.step

@@ -11,7 +11,7 @@ from tercet.errors import InputError, NotLegalError
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
 from tercet.spec.recipe import Recipe
-from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, why_not
+from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, why_not
 from tercet.weights.hub import ensure_here
 
 Say = Callable[[str], None]
@@ -72,10 +72,10 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     ensure_here(recipe.model, say)
     model, work = describe(recipe.model), Work.of(recipe)
     wanted = recipe.strategy.data
-    if ranks is not None and wanted not in ("auto", ranks):
+    if ranks is not None and (meant := ranks_of(recipe.strategy, ranks)) != ranks:
         raise NotLegalError(
             [f"strategy.data is {wanted} but {ranks} rank{'s were' if ranks > 1 else ' was'} started"],
-            f"Start {wanted}, or set strategy.data={ranks}.",
+            f"Start {meant}, or leave strategy.data out.",
         )
     plan, strategy = plan_for_run(recipe, ranks)
     if why := why_not(model, strategy, work):
@@ -92,7 +92,7 @@ def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
     accumulation = strategy.accumulation(work.batch_sequences)
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
-        f"{strategy.micro_batch} x accumulation {accumulation} x ranks {strategy.ranks}; effective batch "
+        f"{strategy.micro_batch} x accumulation {accumulation} x ranks {strategy.mesh.data_ranks}; effective batch "
         f"{work.batch_sequences} sequences ({work.batch_sequences * work.sequence_tokens} tokens)"
     )
     if idle := strategy.idle_rows(work.batch_sequences):

@@ -17,6 +17,7 @@ from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
 from tercet.engine import Engine, open_engine
 from tercet.errors import InputError
+from tercet.parallel.mesh import lay_out
 from tercet.parallel.world import World
 from tercet.spec.families import describe
 from tercet.spec.families.through_transformers import TransformersModel
@@ -58,6 +59,7 @@ def run_rank(
 
             spec = as_built(spec)
         strategy = Strategy(**(run.read_plan() or {})["strategy"])
+        world = lay_out(world, strategy.mesh)
         loader = Loader(prepared, recipe.train.batch_sequences, recipe.train.seed)
         total_steps = steps_of(recipe, loader.rows_per_epoch)
         engine = _engine(recipe, run, spec, strategy, prepared, world)

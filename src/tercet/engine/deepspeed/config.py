@@ -40,7 +40,7 @@ def deepspeed_config(
     """
     accumulation = strategy.accumulation(batch_sequences)
     config: dict[str, Any] = {
-        "train_batch_size": strategy.micro_batch * accumulation * strategy.ranks,
+        "train_batch_size": strategy.micro_batch * accumulation * strategy.mesh.data_ranks,
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0 if optim.clip == "none" else optim.clip,

@@ -33,8 +33,10 @@ from tercet.model.balance import Balancer
 from tercet.model.build import make_buffers
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
+from tercet.parallel.mesh import lay_out
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
+from tercet.spec.mesh import TOKENS
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
@@ -63,7 +65,7 @@ class DeepSpeedEngine:
         """`swap`: the folder for what the strategy keeps on nvme."""
         if precision == "fp16" and world.device.type == "cpu":
             raise NotLegalError(["train.precision: fp16: DeepSpeed has no fp16 on a CPU; use bf16 or fp32 here"])
-        self.spec, self.world, self.seed = spec, world, seed
+        self.spec, self.world, self.seed = spec, lay_out(world, strategy.mesh), seed
         self._strategy, self._compute = strategy, COMPUTE[precision]
         self._vocabulary = vocabulary or spec.vocabulary
         self._stop_ids = tuple(stop_ids)
@@ -85,7 +87,9 @@ class DeepSpeedEngine:
         self._names = {p: name for name, p in self.module.named_parameters()}
         if strategy.zero in (1, 2):  # their buckets exist only in backward, which comes to the first weight last
             next(iter(self._names)).register_post_accumulate_grad_hook(lambda _: self._note_peak("buffers"))
-        self.fragments = Fragments(self.engine, self._names, strategy.zero, world.rank, world.size)
+        self.fragments = Fragments(
+            self.engine, self._names, strategy.zero, self.world.data_rank, self.world.mesh.data_ranks
+        )
         if self._compute != torch.float32:
             # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
             self._fill_masters(lambda name: self._start(name, weights))
@@ -152,7 +156,7 @@ class DeepSpeedEngine:
         if len(micro_batches) != self._accumulation:
             raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
         world = self.world
-        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)])).item())
+        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)]), TOKENS).item())
         terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
         self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
         for group in self.engine.optimizer.param_groups:
@@ -160,15 +164,15 @@ class DeepSpeedEngine:
         self.engine.train()
         # DeepSpeed averages over the ranks, we want the sum over the step's global token count. It would also
         # divide by the accumulation: scale_wrt_gas tells it not to.
-        scale = world.size / max(tokens, 1)
+        scale = world.mesh.data_ranks / max(tokens, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         loss = math.nan
         for n, batch in enumerate(micro_batches):
-            seed_random_numbers(self.seed, self.steps_done, world.rank, n)
+            seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
             batch_loss = self._loss(self.engine, batch.to(world.device))
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
-                loss = world.sum(loss_sum.cpu()).item() / max(tokens, 1)
+                loss = world.sum(loss_sum.cpu(), TOKENS).item() / max(tokens, 1)
                 self._note_peak()
                 if not math.isfinite(loss):
                     scale = math.nan  # makes every rank's gradients NaN, which DeepSpeed sees and skips the step
@@ -218,7 +222,7 @@ class DeepSpeedEngine:
         if not result.updated:
             self.balancer.drop_counts()
             return result
-        load = self.balancer.update(self.world.sum(self.balancer.counts()), terms.balance.bias_speed)
+        load = self.balancer.update(self.world.sum(self.balancer.counts(), TOKENS), terms.balance.bias_speed)
         figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
         return replace(result, load=figures, expert_counts=load.counts.long().tolist())
 
@@ -327,7 +331,7 @@ class DeepSpeedEngine:
             in_file = files is not None and shard.status.name == "NOT_AVAILABLE"
             if in_file:
                 files.swap_in([parameter], async_op=False)
-            begin = self.world.rank * shard.numel()
+            begin = self.world.data_rank * shard.numel()
             part = value.reshape(-1)[begin : begin + shard.numel()]
             shard.data[: part.numel()].copy_(part)
             if in_file:

@@ -191,7 +191,9 @@ class StrategySection(Section):
         default="auto",
         description="0 replicates everything; 1 shards the optimizer, 2 the gradients too, 3 the weights too",
     )
-    data: Annotated[Count, Field(ge=1)] | Auto = "auto"
+    data: Annotated[Count, Field(ge=1)] | Auto = Field(
+        default="auto", description="replicas: copies of the model, each with rows of its own"
+    )
     tensor: Annotated[Count, Field(ge=1)] = 1
     pipeline: Annotated[Count, Field(ge=1)] = 1
     expert: Annotated[Count, Field(ge=1)] = 1
