@@ -13,6 +13,7 @@ from typing import Any
 from tercet.errors import InputError
 from tercet.planner.calibrate import Row
 from tercet.planner.job import Job
+from tercet.spec.adapter import adapted
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
 from tercet.spec.blocks.moe import MoE
@@ -23,6 +24,7 @@ from tercet.spec.model import Layer, Model
 # Cards that rows name without saying which variant, and what the surveyed pages meant.
 VARIANTS = {"A100": "A100 SXM 80GB", "H100": "H100 SXM 80GB", "H200": "H200 SXM 141GB", "A6000": "RTX A6000"}
 
+ADAPTERS = ("lora", "qlora")
 PLANNER_MICRO = 2  # sequences, where a row says nothing: what most rows of such systems use
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -46,6 +48,10 @@ def read_row(row: dict[str, Any]) -> Row:
         model = model_of(row["model"])
         machine = machine_for(row)
         job, assumed = job_of(row, model)
+        if method_of(row) in ADAPTERS:
+            rank = int(row.get("lora_rank") or 16)
+            assumed += [] if row.get("lora_rank") else [f"LoRA rank {rank}"]
+            model = adapted(model, rank, _targets(str(row.get("lora_targets") or "all")))
     except (KeyError, TypeError, ValueError, InputError) as error:
         message = error.message if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         return replace(base, why=message)
@@ -143,7 +149,7 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
     assumed: list[str] = []
     ranks = int(row["n_gpus"])
     strategy = str(row.get("strategy") or "single").lower()
-    method = str(row.get("method") or "full").lower()
+    method = method_of(row)
     precision = str(row.get("precision") or "bf16").lower()
     optimizer = str(row.get("optimizer") or "adamw").lower()
     offload = _offload(row, strategy)
@@ -152,9 +158,6 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
     matmul = _matmul(precision)
     kernels = _kernels(f"{row.get('compiled') or ''} {row.get('loss_kernel') or ''}", matmul)
     weight, master, gradient, state = _bytes(row, precision, optimizer, method, strategy)
-    adapter = int(row.get("lora_rank") or 16) if method in ("lora", "qlora") else None
-    if adapter and not row.get("lora_rank"):
-        assumed.append("LoRA rank 16")
     quantized = method == "qlora"
     outer = _outer_frozen(row, quantized)
     if "paged" in optimizer:
@@ -170,8 +173,6 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         gradient_bytes=gradient,
         state_bytes=state,
         matmul=matmul,
-        adapter_rank=adapter,
-        adapter_targets=_targets(str(row.get("lora_targets") or "all")) if adapter else (),
         # nf4: 4 bits and one 8-bit constant per block of 64 (double quantisation): arXiv 2305.14314, section 3.
         frozen_bytes=0.516 if quantized else 2,
         outer_frozen_bytes=outer,
@@ -193,6 +194,10 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         transport="round-robin" if robin else "copies" if _copies(row, strategy) else "collective",
     )
     return job, assumed
+
+
+def method_of(row: dict[str, Any]) -> str:
+    return str(row.get("method") or "full").lower()
 
 
 def _axis(pattern: str, strategy: str, ranks: int) -> int:
@@ -315,7 +320,7 @@ def _bytes(
     state = 2.0 if "8bit" in optimizer else 4.0 if "bf16 m and v" in notes or "bf16 states" in notes else 8.0
     if "(bf16)" in optimizer:
         state = 4.0
-    if method in ("lora", "qlora"):
+    if method in ADAPTERS:
         return 4, 0, 4, min(state, 8.0)  # adapters are trained in fp32
     if "fp32 master" in notes or "mixed" in precision:
         return 2, 4, 4, state

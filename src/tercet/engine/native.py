@@ -29,13 +29,12 @@ from tercet.parallel.world import World
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.mesh import SAME_TOKENS, TOKENS
 from tercet.spec.model import Model
+from tercet.spec.optimizers.adamw import MOMENTS
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
 if TYPE_CHECKING:
     from tercet.parallel.shard import Sharded
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NativeEngine:

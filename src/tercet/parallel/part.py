@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tercet.spec.axes.split import chunk
 from tercet.spec.model import Tensor as Description
+from tercet.spec.placement import region
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return (begin, end) of a rank's rows as torch.chunk and Shard(0) cut them: 64 over 3 is 22, 22, 20."""
-    begin = sum(chunk(rows, ranks)[:rank])
-    return begin, begin + chunk(rows, ranks)[rank]
+    where = region(rows, ranks, rank)
+    return where.begin, where.end
 
 
 @dataclass

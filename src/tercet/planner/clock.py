@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tercet.planner.constants import Constants
-from tercet.planner.job import Job, adapted
+from tercet.planner.job import Job
 from tercet.planner.ledger import tensors_at_peak
 from tercet.spec.axes import data, expert, shard, tensor
 from tercet.spec.axes.traffic import Collective
@@ -141,13 +141,13 @@ def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants
     matmul = dequantize = 0.0
     for m in kind.matmuls:
         one = _matmul(m, tokens, job, speed, c)
-        backward = 2.0 if job.adapter_rank is None else 1.0  # a frozen weight needs no gradient of its own
+        backward = 1.0 if counts.model.frozen else 2.0  # a frozen weight needs no gradient of its own
         matmul += one * (1 + again + backward)
         if job.quantized:
             # 0.5 byte in, 2 bytes out, and the matmul reads the 2: once forward, once again, once backward.
             dequantize += (2 + again) * m.weights * 2.5 * c.nf4_traffic / speed.memory
-        if job.adapter_rank is not None and adapted(m.name, job.adapter_targets):
-            flops = 2.0 * job.adapter_rank * (m.inner + m.outer) * m.rows * tokens
+        if m.adapter_rank:
+            flops = 2.0 * m.adapter_rank * (m.inner + m.outer) * m.rows * tokens
             traffic = tokens * (m.inner + m.outer) * m.rows * 2 * job.activation_bytes
             matmul += (3 + again) * (flops / speed.other_matmul + traffic / speed.memory)
     seen = job.sequence if kind.window is None else min(job.sequence, kind.window)
@@ -176,7 +176,7 @@ def _matmul(m: Matmul, tokens: int, job: Job, speed: Rates, c: Constants) -> flo
 def _loss(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
     """Return seconds of head, softmax and their backward."""
     heads = 1 + len(counts.model.mtp)
-    passes = 3.0 if job.adapter_rank is None else 2.0
+    passes = 2.0 if counts.model.frozen else 3.0
     arithmetic = 2.0 * counts.head_parameters * job.tokens * passes / speed.other_matmul
     # Bytes moved per logit: fused keeps to about two passes in fp32, the full chain makes ten.
     per_logit = {"full": 40, "chunked": 20, "fused": 14}[job.loss] if job.kernels != "fused" else 8
@@ -185,8 +185,7 @@ def _loss(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
 
 def _kernels(kind: LayerKind, job: Job) -> float:
     forward = float(LAYER_KERNELS[job.kernels])
-    if job.adapter_rank is not None:
-        forward += ADAPTER_KERNELS * sum(adapted(m.name, job.adapter_targets) for m in kind.matmuls)
+    forward += ADAPTER_KERNELS * sum(m.adapter_rank > 0 for m in kind.matmuls)
     if job.quantized:
         forward += 3 * len(kind.matmuls)
     again = 0.0 if job.recompute == "none" else 1.0
@@ -195,7 +194,7 @@ def _kernels(kind: LayerKind, job: Job) -> float:
 
 def optimizer_seconds(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
     """Return seconds of clipping and updating what one rank owns (or of the host's update for all ranks)."""
-    trained = job.trained_parameters(counts)
+    trained = counts.trained_parameters
     if "optimizer" in job.offload:
         # Asynchronous pipelines hide it (see _round_robin); a blocking one waits for the whole host.
         return 0.0 if job.transport == "round-robin" else trained / c.cpu_adam
@@ -236,7 +235,7 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
     if job.shards == 1:
         return found
     found += expert.traffic(counts.model)
-    if job.adapter_rank is not None:
+    if counts.model.frozen:
         return found + _adapter_traffic(counts, job)
     if job.zero == 0:
         return found + data.traffic(counts, job.gradient_bytes)
@@ -252,7 +251,7 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
 
 
 def _adapter_traffic(counts: Counts, job: Job) -> list[Collective]:
-    trained = job.trained_parameters(counts)
+    trained = counts.trained_parameters
     groups = counts.blocks + 1
     found = [Collective("all_reduce", "gradients", 1, job.gradient_bytes * trained)]
     if job.zero == 3:
@@ -302,14 +301,14 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Co
     moved = 0.0
     if "paged" in job.offload and machine.card is not None:
         # The driver keeps what has room on the card; the rest of the moments comes and goes at every step.
-        moments = job.state_bytes * job.trained_parameters(counts)
+        moments = job.state_bytes * counts.trained_parameters
         room = max(0.0, machine.card.usable_bytes - tensors_at_peak(counts, job, c))
         moved += 2 * max(0.0, moments - room)
     if "weights" in job.offload:
-        size = job.weight_bytes if job.adapter_rank is None else job.frozen_bytes
+        size = job.weight_bytes if not counts.model.frozen else job.frozen_bytes
         # Each rank fetches its shard (all of it when nothing is sharded), forward and backward.
         moved += 2 * job.accumulation * size * inside / (job.shards if job.zero == 3 else 1)
-    trained = job.trained_parameters(counts)
+    trained = counts.trained_parameters
     own = trained / (job.shards if job.zero else 1)
     if job.host_shards:  # shards come, in the masters' format, to be gathered; gradients go as they are reduced
         gathers = 2 * job.accumulation if job.zero == 3 else 1
@@ -336,7 +335,7 @@ def nvme_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> fl
         return 0.0
     moved = 2.0 * (4 + job.state_bytes + job.gradient_bytes) * ("optimizer" in job.nvme)
     moved += (2 * job.accumulation + 1) * job.weight_bytes * ("weights" in job.nvme)
-    return moved * job.trained_parameters(counts) / machine.measured.get("disk_write", c.nvme_rate)
+    return moved * counts.trained_parameters / machine.measured.get("disk_write", c.nvme_rate)
 
 
 def _round_robin(
@@ -348,9 +347,9 @@ def _round_robin(
     a round (forward, backward) and gradients once, each over one card's link; rounds are `accumulation`.
     """
     inside = counts.parameters
-    frozen = job.adapter_rank is not None
+    frozen = counts.model.frozen
     weights = (job.frozen_bytes if frozen else job.weight_bytes) * inside
-    gradients = job.gradient_bytes * job.trained_parameters(counts)
+    gradients = job.gradient_bytes * counts.trained_parameters
     rounds = max(1, job.accumulation // 10)
     moved = rounds * (2 * weights + gradients) / job.ranks
     host = moved / speed.host if speed.host else 0.0

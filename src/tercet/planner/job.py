@@ -6,10 +6,11 @@ and clock know Jobs only, so what is fitted to other people's runs is the same a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from tercet.spec.counts import Counts
+from tercet.spec.optimizers.adamw import COUNT_BYTES
+from tercet.spec.placement import Place, Rules
 from tercet.spec.strategy import Strategy, Work
 
 # How the elementwise part of a layer is run; decides bytes moved, bytes kept and kernels launched.
@@ -36,9 +37,7 @@ class Job:
     state_bytes: float = 8
     activation_bytes: int = 2
     matmul: str = "bf16"  # key of Gpu.flops; fp32 on the CPU
-    # Adapter: None trains everything. `frozen_bytes` per parameter of the base, 0.5 + scales for nf4.
-    adapter_rank: int | None = None
-    adapter_targets: tuple[str, ...] = ()
+    # Of a frozen base (spec/adapter.py) per parameter; 0.5 + scales for nf4.
     frozen_bytes: float = 2
     outer_frozen_bytes: float = 2  # embedding and head of a frozen base: PEFT holds them in fp32 for nf4
     quantized: bool = False
@@ -83,25 +82,62 @@ class Job:
         """Ranks among which zero 1 to 3 divide what they hold."""
         return self.data_ranks
 
-    def trained_parameters(self, counts: Counts) -> float:
-        """Return the parameters that get gradients."""
-        if self.adapter_rank is None:
-            return counts.parameters
-        return adapter_parameters(counts, self.adapter_rank, self.adapter_targets)
+    def rules(self, frozen: bool = False, rank: int = 0) -> Rules:
+        """Return how this job's tensors are placed; `frozen`: all but adapters are."""
+        away = self.offload & {"optimizer", "weights"}
+        gradients: tuple[Place, ...] = ("card", "host") if "optimizer" in self.offload else ("card",)
+        if self.step_in_backward or "gradients" in self.offload:
+            gradients = ("host",) if "gradients" in self.offload else ()
+        rules = Rules(
+            parts=self.shards,
+            part=rank,
+            weight=self.weight_bytes,
+            master=self.master_bytes,
+            gradient=self.gradient_bytes,
+            states=self.state_bytes,
+            frozen=self.frozen_bytes,
+            frozen_outside=self.outer_frozen_bytes,
+            cut_weights=self.zero == 3,
+            weights_in=self._place("weights"),
+            masters_in=self._place("optimizer"),
+            states_in="host" if self.offload & {"states", "paged"} else self._place("optimizer"),
+            gradients_in=gradients,
+        )
+        if frozen:
+            cut = "whole" if self.zero == 0 or self.shards == 1 else "even"
+            return replace(rules, cut=cut, cut_gradients=self.zero == 3)
+        if self.deepspeed:
+            return self._deepspeed_rules(rules)
+        native = replace(rules, count=COUNT_BYTES, masters_in="host" if away else "card")
+        if self.zero == 0 or self.shards == 1:
+            return replace(native, gradients_stay=self.flat_buffers)
+        return replace(native, cut="rows", cut_gradients=self.accumulation == 1 or self.reduce_every_micro_batch)
 
+    def _place(self, what: str) -> Place:
+        if what in self.nvme:
+            return "file"
+        return "host" if what in self.offload else "card"
 
-def adapter_parameters(counts: Counts, rank: int, targets: tuple[str, ...]) -> float:
-    """Return LoRA's parameters: rank * (inner + outer) for each adapted matrix (arXiv 2106.09685)."""
-    return sum(
-        rank * (m.inner + m.outer) * m.groups * kind.count
-        for kind in counts.kinds
-        for m in kind.matmuls
-        if adapted(m.name, targets)
-    )
-
-
-def adapted(name: str, targets: tuple[str, ...]) -> bool:
-    return any(name == t or name.startswith(f"{t}_") for t in targets)
+    def _deepspeed_rules(self, rules: Rules) -> Rules:
+        """Return DeepSpeed's placement as measured (tests/twins/test_ledger_deepspeed.py)."""
+        on_host, mixed = "optimizer" in self.offload, bool(self.master_bytes)
+        if (
+            self.zero == 0
+        ):  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
+            return replace(rules, gradient=self.weight_bytes)
+        return replace(
+            rules,
+            cut="even",
+            master=4,  # in fp32 too: a flat copy of what the rank updates
+            cut_gradients=self.zero >= 2 or (not mixed and self.accumulation == 1),
+            # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
+            extra_gradients=self.weight_bytes if self.zero == 1 and mixed and not on_host else 0,
+            # Stages 1 and 2 let go of their gradients after the update, but for stage 1's bf16 optimizer.
+            gradients_stay=self.zero == 3 or (self.zero == 1 and mixed),
+            # On the way to the host stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed/
+            # config.py: summed_in); in fp32 they go at once, as they do under stage 3.
+            leaving=4 if on_host and self.zero < 3 and mixed and self.accumulation > 1 else 0,
+        )
 
 
 def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:

@@ -8,13 +8,17 @@ DeepSpeed buffers are what its engine holds (same tests), within rounding; activ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
-from tercet.planner.job import Job, adapted, of_strategy
+from tercet.planner.job import Job, of_strategy
 from tercet.spec.blocks.cost import Kept
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
+from tercet.spec.placement import Held
 from tercet.spec.strategy import Strategy, Work
 
+STATE_ROWS = ("weights", "master", "gradients", "optimizer")
 CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
 CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
@@ -22,7 +26,6 @@ DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/dee
 DEEPSPEED_LIVE = 1_000_000_000  # elements; twin of LIVE in engine/deepspeed/config.py
 DEEPSPEED_REDUCED = 500_000_000  # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's runtime/engine.py
 NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed/config.py
-STEP_SCALAR = 4  # AdamW counts its steps in one fp32 number per parameter tensor
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
 # of torch 2.13. It counts where ranks live in host memory.
@@ -53,97 +56,44 @@ def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gp
 
 
 def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
-    """Return weights, master, gradients and optimizer at both moments; exact for the native engine.
+    """Return weights, master, gradients and optimizer at both moments: sums over placements (spec/placement.py).
 
-    zero 0: everything whole; gradients are one flat fp32 buffer for the engine's life. zero 1 to 3: parameters
-    (fp32) are stored padded to the first rank's rows; AdamW's two moments follow the rows really held. Between
-    steps only shards remain. At the peak zero 1 and 2 hold the gathered weights, and reduction once per step
-    holds whole gradients from the first micro-batch to the last.
+    Exact for the native engine. zero 0: everything whole; gradients are one flat fp32 buffer for the engine's life.
+    zero 1 to 3: parameters (fp32) are stored padded to the first rank's rows; AdamW's two moments follow the rows
+    really held. Between steps only shards remain. At the peak zero 1 and 2 hold the gathered weights, and reduction
+    once per step holds whole gradients from the first micro-batch to the last.
     """
-    if job.adapter_rank is not None:
-        return _adapter_states(counts, job)
-    if job.deepspeed:
-        return _deepspeed_states(counts, job)
-    whole, tensors = counts.parameters, counts.tensor_count
-    host = job.offload
-    if job.zero == 0 or job.shards == 1:
-        rows = {
-            "weights": 0 if "weights" in host else job.weight_bytes * whole,
-            "master": 0 if host & {"optimizer", "weights"} else job.master_bytes * whole,
-            "gradients": 0 if job.step_in_backward or "gradients" in host else job.gradient_bytes * whole,
-            "optimizer": 0
-            if host & {"optimizer", "states", "paged"}
-            else job.state_bytes * whole + STEP_SCALAR * tensors,
-        }
-        between = dict(rows) if job.flat_buffers else {**rows, "gradients": 0}
-        return {"between_steps": between, "peak": rows}
-    padded, own = counts.padded(job.shards), counts.chunk(job.shards, rank)
-    sharded_weights = "master" if job.master_bytes else "weights"
-    stored = (job.master_bytes or job.weight_bytes) * padded
-    between = {"weights": 0.0, "master": 0.0, "gradients": 0.0}
-    between[sharded_weights] = 0 if host & {"optimizer", "weights"} else stored
-    tensors = counts.held_tensors(job.shards, rank)
-    between["optimizer"] = 0 if host & {"optimizer", "states"} else job.state_bytes * own + STEP_SCALAR * tensors
-    peak = dict(between)
-    if job.zero < 3:
-        if job.master_bytes:
-            peak["weights"] = job.weight_bytes * padded * job.shards  # what the gather writes, padding included
-        else:
-            peak["weights"] += job.weight_bytes * padded * job.shards
-    # A single micro-batch is reduced at once, so nothing is ever held whole.
-    keeps_whole = job.accumulation > 1 and not job.reduce_every_micro_batch
-    peak["gradients"] = job.gradient_bytes * (max(whole, padded) if keeps_whole else padded)
-    if "gradients" in host and not keeps_whole:
-        peak["gradients"] = 0
+    peak: dict[str, float] = dict.fromkeys(STATE_ROWS, 0.0)
+    between = dict(peak)
+    for n, held in _held(counts, job, rank):
+        if held.place == "card":
+            peak[held.row] += n * held.bytes
+            between[held.row] += n * held.bytes if held.stays else 0.0
     return {"between_steps": between, "peak": peak}
 
 
-def _deepspeed_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
-    """Estimate DeepSpeed's rows: its shards are one flat fp32 buffer, cut evenly, weights stay gathered below 3."""
-    whole, part = counts.parameters, -(-counts.parameters // job.shards)
-    on_host = "optimizer" in job.offload
-    weights = 0 if "weights" in job.offload else job.weight_bytes * (part if job.zero == 3 else whole)
-    parted = job.zero >= 2 or (not job.master_bytes and job.accumulation == 1)
-    gradients = job.gradient_bytes * (part if parted else whole)
-    # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
-    own = job.weight_bytes * whole if job.zero == 1 and job.master_bytes else 0
-    if job.zero == 0:  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
-        rows = {
-            "weights": weights,
-            "master": job.master_bytes * whole,
-            "gradients": job.weight_bytes * whole,
-            "optimizer": job.state_bytes * whole,
-        }
-        return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
-    # On the way to the host: stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed/config.py:
-    # summed_in); in fp32 they go at once, as they do under stage 3.
-    leaving = 4 * part if job.zero < 3 and job.master_bytes and job.accumulation > 1 else 0
-    rows = {
-        "weights": weights,
-        "master": 0 if on_host else 4 * part,
-        "gradients": leaving if on_host else gradients + own,
-        "optimizer": 0 if on_host else job.state_bytes * part,
-    }
-    # Stages 1 and 2 let go of their gradients after the update, but for stage 1's bf16 optimizer.
-    kept = job.zero == 3 or (job.zero == 1 and job.master_bytes)
-    between = {**rows, "gradients": gradients if kept and not on_host else 0}
-    return {"between_steps": between, "peak": rows}
+def away_from_cards(counts: Counts, job: Job) -> dict[str, float]:
+    """Return what all ranks together place elsewhere: host states, host gradients, files.
+
+    Of weights each part is there once, however many ranks read it; gradients and states are each rank's own.
+    """
+    rules = job.rules(counts.model.frozen)
+    whole = rules.cut != "rows" and not rules.cut_weights
+    found = {"states": 0.0, "gradients": 0.0, "files": 0.0}
+    for n, held in _held(counts, job):
+        if held.place == "card":
+            continue
+        ranks = 1 if held.row == "weights" and whole else job.shards
+        kind = "files" if held.place == "file" else "gradients" if held.row == "gradients" else "states"
+        found[kind] += n * held.bytes * ranks
+    return found
 
 
-def _adapter_states(counts: Counts, job: Job) -> dict[str, dict[str, float]]:
-    trained = job.trained_parameters(counts)
-    inside = counts.parameters - counts.outside_parameters
-    parts = job.shards if job.zero == 3 else 1
-    base = (job.frozen_bytes * inside + job.outer_frozen_bytes * counts.outside_parameters) / parts
-    if "weights" in job.offload:
-        base = 0
-    rows = {
-        "weights": base + job.weight_bytes * trained / parts,
-        "master": job.master_bytes * trained / parts,
-        "gradients": job.gradient_bytes * trained / parts,
-        "optimizer": 0 if "paged" in job.offload else job.state_bytes * trained / (job.shards if job.zero else 1),
-    }
-    return {"between_steps": {**rows, "gradients": 0}, "peak": rows}
+def _held(counts: Counts, job: Job, rank: int = 0) -> Iterator[tuple[int, Held]]:
+    rules = job.rules(counts.model.frozen, rank)
+    for tensor, n in counts.tensors:
+        for held in rules.place(tensor, counts.model.trains(tensor)).held:
+            yield n, held
 
 
 def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:
@@ -157,7 +107,7 @@ def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:
     begin = sum(held.values()) - held["gradients"] + early + sum(work.values())
     _, _, last = gather_buffers(counts, job)
     root = job.weight_bytes * counts.outside_parameters if job.zero == 3 and job.shards > 1 else 0.0
-    if job.adapter_rank is not None:
+    if counts.model.frozen:
         root = gather_buffers(counts, job)[0]
     end = sum(held.values()) + root + last + layer_ends(counts, job)
     return max(begin, end)
@@ -214,7 +164,7 @@ def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str, on_gp
     if recompute == "selective":
         # Results of matmuls and attention; norms, rotations and gates are computed again.
         return (kind.entries + whole.selected) * size + 4 * whole.selected_stats
-    if job.adapter_rank is None:
+    if not counts.model.frozen:
         inputs, products = whole.inputs * size, whole.products * size
     else:
         inputs, products = _adapter_kept(kind, attention, feedforward, job)
@@ -227,7 +177,7 @@ def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str, on_gp
 
 def _adapter_kept(kind: LayerKind, attention: Kept, feedforward: Kept, job: Job) -> tuple[float, float]:
     """A frozen matmul needs only its weight in backward; an adapted one keeps its input, in fp32 for A."""
-    names = [m.name for m in kind.matmuls if adapted(m.name, job.adapter_targets)]
+    names = [m.name for m in kind.matmuls if m.adapter_rank]
     size = job.activation_bytes + (4 if job.kernels == "eager" else 0)
     inputs = attention.inputs * size if any(n[0] in "qkv" for n in names) else 0
     inputs += feedforward.inputs * size if any(n.startswith(("gate", "up")) for n in names) else 0
@@ -255,7 +205,7 @@ def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     chunk = part * vocabulary
     if job.kernels == "fused":
         return chunk * size
-    if job.adapter_rank is not None:
+    if counts.model.frozen:
         return chunk * (4 + 2 * size)
     head = counts.head_parameters
     # Forward: fp32 sum of the weight's gradient, with logits and their logarithms of probabilities in fp32; later a
@@ -279,7 +229,7 @@ def gather_buffers(counts: Counts, job: Job) -> tuple[float, float, float]:
             return job.weight_bytes * (2 * counts.largest_layer + counts.head_parameters), 0.0, 0.0
         return 0.0, 0.0, 0.0
     largest, outside = counts.largest_layer, counts.outside_parameters
-    if job.adapter_rank is not None:
+    if counts.model.frozen:
         if job.zero < 3:
             return 0.0, 0.0, 0.0
         return 2 * job.frozen_bytes * largest + job.outer_frozen_bytes * outside, 0.0, 0.0
@@ -347,17 +297,8 @@ def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu
 
 def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading."""
-    trained = job.trained_parameters(counts)
-    states = 0.0
-    if "optimizer" in job.offload - job.nvme:  # replicas each have their own
-        states += (max(job.master_bytes, 4) + job.state_bytes) * trained * (job.shards if job.zero == 0 else 1)
-    if "weights" in job.offload - job.nvme:
-        states += (
-            job.frozen_bytes * (counts.parameters - counts.outside_parameters)
-            + job.outer_frozen_bytes * counts.outside_parameters
-            if job.adapter_rank is not None
-            else job.weight_bytes * trained
-        )
+    trained = counts.trained_parameters
+    elsewhere = away_from_cards(counts, job)
     residuals = 0.0
     if "activations" in job.offload:
         residuals = counts.blocks * job.tokens * counts.model.width * job.activation_bytes * job.ranks
@@ -365,8 +306,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     rounded = "weights" in job.offload - job.nvme and not machine_is_cpu
     pinned = 0.5 * (job.weight_bytes * trained if rounded else 0) + residuals
-    if job.offload & {"gradients", "optimizer"} and job.adapter_rank is None:
-        pinned += 4 * trained * (job.shards if job.zero == 0 else 1)
+    pinned += elsewhere["gradients"]
     if job.deepspeed and "optimizer" in job.offload:
         # Stage 3 adds gradients up there before it hands them to the optimizer; stages 1 and 2 cast the new weights.
         twice = 4 if job.zero == 3 and "optimizer" not in job.nvme else 0 if job.zero == 3 else job.weight_bytes
@@ -381,7 +321,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     loading = 4 * counts.largest_tensor * job.ranks
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
     return {
-        "states": int(states),
+        "states": int(elsewhere["states"]),
         "pinned": int(pinned),
         "inputs": int(batch + process),
         "loading": int(loading),
@@ -404,12 +344,12 @@ def nvme_buffers(counts: Counts, job: Job) -> float:
 def swap_bytes(counts: Counts, job: Job) -> float:
     """Return the files' bytes: fp32 masters, moments and gradients; the weights' own."""
     per_parameter = (4 + job.state_bytes + job.gradient_bytes) * ("optimizer" in job.nvme)
-    return (per_parameter + job.weight_bytes * ("weights" in job.nvme)) * job.trained_parameters(counts)
+    return (per_parameter + job.weight_bytes * ("weights" in job.nvme)) * counts.trained_parameters
 
 
 def disk_rows(counts: Counts, job: Job, keep: int, model_bytes: float) -> Rows:
     """Return disk of checkpoints (weights in fp32, two moments; one more while publishing) and of the model."""
-    trained = job.trained_parameters(counts)
+    trained = counts.trained_parameters
     one = (max(job.master_bytes, job.weight_bytes) + job.state_bytes) * trained
     rows = {"checkpoint": int(one * (keep + 1)), "export": int(model_bytes * counts.parameters)}
     return {**rows, "swap": int(swap_bytes(counts, job))} if job.nvme else rows

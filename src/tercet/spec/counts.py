@@ -78,6 +78,11 @@ class Counts:
         return sum(t.parameters * n for t, n in self.tensors)
 
     @cached_property
+    def trained_parameters(self) -> int:
+        """Return the parameters that get gradients."""
+        return sum(t.parameters * n for t, n in self.tensors if self.model.trains(t))
+
+    @cached_property
     def outside_parameters(self) -> int:
         return sum(t.parameters for t in self.outside)
 

@@ -17,7 +17,7 @@ class Tensor:
     """One tensor, under the name that it has in memory (as transformers 5 names it).
 
     `axes` names each dimension (width, vocabulary, heads, ffn, experts, …); `kind` decides weight decay,
-    adapter targets and splits: embedding, head, matrix, norm, bias, router, expert; balance for buffers.
+    adapter targets and splits: embedding, head, matrix, norm, bias, router, expert, adapter; balance for buffers.
     """
 
     name: str
@@ -159,6 +159,7 @@ class Model:
     name: str = ""
     mtp: tuple[MTP, ...] = ()
     balance: Balance = field(default_factory=Balance)
+    frozen: bool = False  # only adapters are trained (spec/adapter.py)
     unread: tuple[str, ...] = ()  # names in the files that are no parameters: masks, tables, a tied head's copy
 
     def blocks(self) -> Iterator[tuple[str, Layer | MTP]]:
@@ -184,8 +185,9 @@ class Model:
             found += block.buffers(prefix, self.width)
         return tuple(found)
 
-    def layer_tensors(self, prefix: str, layer: Layer) -> list[Tensor]:
-        return list(layer.tensors(prefix, self.width))
+    def trains(self, tensor: Tensor) -> bool:
+        """Whether a tensor gets gradients."""
+        return not self.frozen or tensor.kind == "adapter"
 
     def without_mtp(self) -> Model:
         """Return the model as it is served: next-token prediction only."""

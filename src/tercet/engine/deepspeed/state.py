@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from tercet.spec.optimizers.adamw import MOMENTS
 
 
 @dataclass

@@ -12,7 +12,7 @@ class Matmul:
     """A token's row of `inner` numbers times a weight of (outer, inner); FLOPs per token: 2 * inner * outer * rows.
 
     `rows` is how many rows a token contributes (experts per token), `groups` over how many weights of that
-    shape the rows are spread (experts). `name` is the module's, which adapters choose by.
+    shape the rows are spread (experts). `name` is the module's, which adapters choose by; 0 means that it has none.
     """
 
     name: str
@@ -20,6 +20,7 @@ class Matmul:
     outer: int
     rows: float = 1.0
     groups: int = 1
+    adapter_rank: int = 0
 
     @property
     def flops(self) -> float:
