@@ -38,6 +38,9 @@ def plan(recipe: str | Path, *overrides: str, **machine: Any) -> dict[str, Any]:
 
 def train(recipe: str | Path, *overrides: str, ranks: int | None = None, output: str | None = None) -> Path:
     """Train as `tercet train RECIPE key=value …` does and return the run folder."""
+    from tercet.training.needs import require_unix
+
+    require_unix()
     from tercet.training.supervise import train as run
 
     return run(recipe, list(overrides), ranks=ranks, output=output)

@@ -6,8 +6,12 @@ Exit codes (the same for every command): 0 done; 1 failed; 2 wrong use or bad in
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class TercetError(Exception):
@@ -44,6 +48,50 @@ class InterruptedRun(TercetError):
     """A signal ended the run after it had saved."""
 
     exit_code = 130
+
+
+def file_error(error: OSError) -> TercetError | None:
+    """Return what the file system refused as a sentence: path, reason, and who may; None when it names no path."""
+    if error.filename is None or isinstance(error, ConnectionError):
+        return None
+    path = Path(os.fsdecode(error.filename) if not isinstance(error.filename, int) else f"/dev/fd/{error.filename}")
+    text = f"{path}: {error.strerror or error}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return InputError(f"{text}; {who_may(path)}", "Use a path that this user may use, or have its rights changed.")
+    if error.errno == errno.EROFS:
+        return InputError(text, "That file system can only be read: choose another folder.")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TercetError(text, "Make room there, or choose a folder on another disk.")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return TercetError(text, "Raise the limit of open files: ulimit -n 4096.")
+    return InputError(text)
+
+
+def who_may(path: Path) -> str:
+    """Return "the folder /data belongs to alice (mode 0700), and this is bob" of the part that is in the way."""
+    if not hasattr(os, "geteuid"):
+        return "this user may not do that"
+    blocking, found = path.absolute(), None
+    for place in (*reversed(blocking.parents), blocking):
+        try:
+            found = place.stat()
+        except OSError:  # not there, or hidden by the folder above it
+            break
+        blocking = place
+    if found is None:
+        return f"this is {_user(os.geteuid())}"
+    kind = "folder" if stat.S_ISDIR(found.st_mode) else "file"
+    owner, mode = _user(found.st_uid), stat.S_IMODE(found.st_mode)
+    return f"the {kind} {blocking} belongs to {owner} (mode {mode:04o}), and this is {_user(os.geteuid())}"
+
+
+def _user(number: int) -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(number).pw_name
+    except (ImportError, KeyError):
+        return f"user number {number}"
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from tercet.errors import TercetError
+    from tercet.errors import TercetError, file_error
 
 app = typer.Typer(
     name="tercet",
@@ -57,6 +57,12 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # what the file system refuses is no fault of ours
+        if (told := file_error(error)) is None:
+            _unexpected(error)
+            sys.exit(1)
+        show_error(told)
+        sys.exit(told.exit_code)
     except Exception as error:
         _unexpected(error)
         sys.exit(1)

@@ -53,6 +53,9 @@ def run(
     from tercet.report.bench import markdown, picture
     from tercet.spec.machine import this_machine
     from tercet.spec.recipe import load_recipe
+    from tercet.training.needs import require_unix
+
+    require_unix()  # before what only Unix has is imported
     from tercet.training.bench import bench
 
     if not arguments or "=" in arguments[0]:

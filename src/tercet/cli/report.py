@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,20 +16,34 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def report(
         folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
+        output: Annotated[
+            str | None, typer.Option(metavar="FILE", help="Where the page goes; default RUN/report.html.")
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
         """Write RUN/report.html and print the main figures, predicted beside measured."""
-        run(folder, as_json)
+        run(folder, output, as_json)
 
 
-def run(folder: str, as_json: bool) -> None:
+def run(folder: str, output: str | None, as_json: bool) -> None:
+    from tercet.errors import file_error
     from tercet.report.page import write_report
     from tercet.report.show import to_json
     from tercet.report.story import read_story
     from tercet.spec.run_folder import open_run
 
     opened = open_run(folder)
-    page = write_report(opened)
+    target = opened.report if output is None else Path(output).expanduser()
+    page: Path | None = target
+    try:
+        write_report(opened, target)
+    except OSError as error:  # somebody else's run: its figures can still be told
+        if output is not None:
+            raise
+        page = None
+        print(
+            f"{file_error(error) or error}\nThe page elsewhere: tercet report {folder} --output FILE", file=sys.stderr
+        )
     story = read_story(opened)
     if as_json:
         import orjson
@@ -35,7 +51,8 @@ def run(folder: str, as_json: bool) -> None:
         typer.echo(orjson.dumps(to_json(story, page), option=orjson.OPT_INDENT_2))  # bytes: UTF-8 in any locale
         return
     _print(story)
-    typer.echo(f"report {page}")
+    if page is not None:
+        typer.echo(f"report {page}")
 
 
 def _print(story: Story) -> None:

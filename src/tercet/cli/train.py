@@ -48,6 +48,9 @@ def run(
 ) -> None:
     from tercet.errors import InputError
     from tercet.spec.recipe import load_recipe
+    from tercet.training.needs import require_unix
+
+    require_unix()  # before what only Unix has is imported
     from tercet.training.console import ConsoleFile
     from tercet.training.session import Asked
     from tercet.training.supervise import run_session

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from filelock import FileLock, Timeout
 
 from tercet.errors import TercetError
+from tercet.locks import FileLock
+from tercet.places import cache_folder
 
 MANIFEST = "manifest.json"
 _SAY_EVERY_SECONDS = 15.0
@@ -28,8 +29,7 @@ def folder_of(setting: str | None) -> Path:
     """Return the cache folder: data.cache, or tercet under the user's own cache folder."""
     if setting is not None:
         return Path(setting).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tercet"
+    return cache_folder()
 
 
 def key_of(decides: dict[str, Any]) -> str:
@@ -105,16 +105,12 @@ def fill(
 def _wait(lock: FileLock, key: str, say: Callable[[str], None]) -> None:
     started = said = time.monotonic()
     first = True
-    while True:
-        try:
-            lock.acquire(timeout=0 if first else _SAY_EVERY_SECONDS, poll_interval=_ASK_EVERY_SECONDS)
-            return
-        except Timeout:
-            waited = time.monotonic() - started
-            if first or time.monotonic() - said >= _SAY_EVERY_SECONDS:
-                said = time.monotonic()
-                say(f"waiting for another process that prepares the data ({key}), {waited:.0f} s so far")
-            first = False
+    while not lock.acquire():
+        now = time.monotonic()
+        if first or now - said >= _SAY_EVERY_SECONDS:
+            said, first = now, False
+            say(f"waiting for {lock.holder()}, which prepares the data ({key}), {now - started:.0f} s so far")
+        time.sleep(_ASK_EVERY_SECONDS)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from tercet import children
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import TercetError
 
@@ -60,7 +61,10 @@ class _Helper:
 
     def __init__(self, tokenizer: Tokenizer):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tercet.data.encoders"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            children.command("tercet.data.encoders"),
+            env=children.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self._start: Any = (tokenizer.backend.to_str(), tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
 

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tercet.errors import InputError
+from tercet.weights.safetensors_file import save_file
 
 
 def file_hash(path: Path) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tercet.errors import InputError
+from tercet.errors import InputError, TercetError
+from tercet.locks import kernel_locks_in
 from tercet.spec.mesh import AXES, Mesh
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MEETING_POLL_SECONDS = 0.05
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -102,6 +107,9 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
 
     With `store_file` the ranks meet in that file instead of at a port, so two jobs never want the same one.
     """
+    os.environ.setdefault(
+        "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+    )  # as nvidia-smi numbers the cards, which is what was planned
     numbers = launch_variables(meeting_point=store_file is None) or dict(zip(NUMBERS, (0, 1, 0), strict=True))
     rank, size, local = (numbers[name] for name in NUMBERS)
     if torch.cuda.is_available():
@@ -116,11 +124,34 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if size > 1:
-        store = dist.FileStore(store_file, size) if store_file else None
+        store = _meeting(Path(store_file), rank, size, timeout_seconds) if store_file else None
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
         )
     return World(rank, size, local, device)
+
+
+def _meeting(file: Path, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """Return the store where ranks of one machine meet: a file, or a loopback port where files cannot be locked."""
+    if kernel_locks_in(file.parent):
+        return dist.FileStore(str(file), size)
+    note, timeout = file.with_name(f"{file.name}.port"), timedelta(seconds=timeout_seconds)
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        temporary = note.with_suffix(".tmp")
+        temporary.write_text(str(port), encoding="ascii")
+        temporary.replace(note)
+        return store
+    deadline = time.monotonic() + timeout_seconds
+    while not note.exists():
+        if time.monotonic() > deadline:
+            raise TercetError(f"rank {rank}: rank 0 did not open its port within {timeout_seconds:g} s")
+        time.sleep(MEETING_POLL_SECONDS)
+    return dist.TCPStore("127.0.0.1", int(note.read_text(encoding="ascii")), size, False, timeout)
 
 
 def close_world(world: World) -> None:

@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tercet.probe.selftest import check_collectives
+from tercet import children
+from tercet.probe.selftest import check_collectives, last_words, start_ranks, wait_for_all
 
 PAYLOAD_BYTES = {"cpu": 2**24, "cuda": 2**27}
 
@@ -36,33 +36,22 @@ def measure(ranks: int, variables: dict[str, str], limit: float = 90.0) -> dict[
     on a ring. Without rates when the self-test fails or the processes do not end within `limit` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="tercet-probe-") as folder:
-        environment = {**os.environ, **variables, "WORLD_SIZE": str(ranks)}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tercet.probe.collectives", folder],
-                env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for r in range(ranks)
-        ]
-        deadline = time.monotonic() + limit
-        try:
-            for process in processes:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+        command = children.command("tercet.probe.collectives", folder)
+        processes = start_ranks(ranks, command, {**variables, "OMP_NUM_THREADS": threads}, Path(folder))
+        wait_for_all(processes, limit)
         file = Path(folder, "rates.json")
         if file.exists():
             return json.loads(file.read_text(encoding="utf-8"))
-    return {"verdict": f"did not end within {limit:g} s"}
+        return {"verdict": _why(Path(folder), [p.returncode for p in processes], limit)}
+
+
+def _why(folder: Path, codes: list[int], limit: float) -> str:
+    """Return why there are no rates: the first rank's own error, or that the ranks did not end in time."""
+    for rank, code in enumerate(codes):
+        if code > 0:  # those that were ended here have negative ones
+            return f"rank {rank} ended with code {code}: {last_words(folder / f'output-{rank}')}"
+    return f"did not end within {limit:g} s"
 
 
 def ucc_available() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tercet import children
 from tercet.errors import TercetError
 
 LIMIT_SECONDS = 20.0
+GRACE_SECONDS = 10.0  # for the other ranks to tell what they know, after one has failed
 ELEMENTS = (1024, 2**18)  # a small message and one that NCCL sends in several pieces
 
 # Tried in this order; each keeps those before it.
@@ -33,7 +36,8 @@ REPAIRS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: healthy, hang, wrong (a sum is not what it must be), error (the backend said so itself)."""
+    """kind: healthy, hang, wrong (a sum is not what it must be), error (the backend said so itself, or crashed),
+    start (a process failed before it came to any collective)."""
 
     kind: str
     says: str
@@ -119,6 +123,8 @@ def find_working_environment(
     for name, value, meaning in REPAIRS:
         if verdict.ok:
             return variables
+        if verdict.kind == "start":
+            raise TercetError(f"the self-test of collectives could not begin: {verdict.says}")
         variables = {**variables, name: value}
         say(f"self-test failed: {verdict.says}\n  setting {name}={value}: {meaning}; testing again")
         verdict = attempt(variables)
@@ -135,46 +141,66 @@ def run_check(
     ranks: int,
     timeout: float,
     variables: dict[str, str],
-    entry: Sequence[str] = ("-m", "tercet.probe.selftest"),
+    entry: Sequence[str] = ("-P", "-m", "tercet.probe.selftest"),
 ) -> Verdict:
     """Start `ranks` processes that test their collectives; return the worst verdict. Leaves no process behind."""
     with tempfile.TemporaryDirectory(prefix="tercet-selftest-") as folder:
-        environment = {**os.environ, **variables, "WORLD_SIZE": str(ranks)}
-        processes = []
-        began = time.monotonic()
-        for rank in range(ranks):
-            command = [sys.executable, *entry, folder, str(timeout)]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            )
-        deadline = began + timeout + 60  # the processes watch their own limit; starting them takes time too
-        try:
-            for process in processes:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+        command = [sys.executable, *entry, folder, str(timeout)]
+        processes = start_ranks(ranks, command, variables, Path(folder))
+        wait_for_all(processes, timeout + 60)  # the processes watch their own limit; starting them takes time too
         verdicts = [_verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)]
     bad = [v for v in verdicts if not v.ok]
-    # A wrong sum says more than the hang it may cause elsewhere.
-    return sorted(bad, key=lambda v: ("wrong", "error", "hang").index(v.kind))[0] if bad else verdicts[0]
+    # What says most comes first: a wrong sum or an error, not the hang that it caused elsewhere.
+    return sorted(bad, key=lambda v: ("start", "wrong", "error", "hang").index(v.kind))[0] if bad else verdicts[0]
 
 
 def _verdict(folder: Path, rank: int, code: int) -> Verdict:
     file = folder / f"verdict-{rank}.json"
     if file.exists():
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    return Verdict("hang" if code < 0 else "error", f"rank {rank} ended with code {code} before it could report", 0.0)
+    said = last_words(folder / f"output-{rank}")
+    text = f"rank {rank} ended with code {code} before it could report" + (f":\n{said}" if said else "")
+    # A Python error before the test says nothing of collectives; a crash (SIGSEGV) may be theirs.
+    kind = "start" if code > 0 else "hang" if code == -signal.SIGKILL else "error"
+    return Verdict(kind, text, 0.0)
+
+
+def start_ranks(
+    ranks: int, command: Sequence[str], variables: dict[str, str], folder: Path
+) -> list[subprocess.Popen[bytes]]:
+    """Start `ranks` processes of one command; what rank N prints goes to FOLDER/output-N."""
+    environment = children.environment({**variables, "WORLD_SIZE": str(ranks)})
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"output-{rank}").open("wb") as output:
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment | numbers, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
+            )
+    return processes
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> None:
+    """Wait until all have ended, for `limit` seconds, or a few after one has failed; end those that still run."""
+    deadline, failed = time.monotonic() + limit, False
+    try:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if not failed and any(p.returncode for p in processes):
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def last_words(output: Path, lines: int = 6) -> str:
+    """Return the end of what a process printed: its error. Empty when it printed nothing."""
+    text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    return "\n".join(text.strip().splitlines()[-lines:])
 
 
 def environment_for(ranks: int, say: Callable[[str], None] = lambda text: None) -> dict[str, str]:

@@ -38,16 +38,17 @@ LATER_FROM = 100  # steps; from then on the loss after its steep beginning gets 
 LATER_SHARE = 0.1
 
 
-def write_report(run: RunFolder) -> Path:
-    """Write RUN/report.html in one go and return its path.
+def write_report(run: RunFolder, target: Path | None = None) -> Path:
+    """Write RUN/report.html, or `target`, in one go and return its path.
 
-    Works at any moment of a run's life. Raises InputError that names the file when one is damaged or missing.
+    Works at any moment of a run's life. Raises InputError that names the file when one is damaged or missing, and
+    OSError when the page cannot be written.
     """
-    page = render(read_story(run))
-    temporary = run.report.with_name(".report.html.tmp")
+    page, target = render(read_story(run)), target or run.report
+    temporary = target.with_name(f".{target.name}.tmp")
     temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, run.report)
-    return run.report
+    os.replace(temporary, target)
+    return target
 
 
 def render(story: Story) -> str:

@@ -325,11 +325,11 @@ def comparison_note(compared: list[Row], bars: bool = True) -> str:
     return text
 
 
-def to_json(story: Story, page: Path) -> dict[str, Any]:
+def to_json(story: Story, page: Path | None) -> dict[str, Any]:
     """Return all that the page shows as plain data. The steps themselves are in events.jsonl."""
     return {
         "run": str(story.run.path),
-        "report": str(page),
+        "report": None if page is None else str(page),
         "events": str(story.run.events),
         "name": story.recipe.get("name"),
         "state": story.state,

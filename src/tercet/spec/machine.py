@@ -5,7 +5,6 @@ What is not known is None here and "unknown" to the user; nothing is guessed fro
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 import orjson
 
 from tercet.errors import InputError, nearest
+from tercet.places import config_folder
 from tercet.units import parse_bytes
 
 GIB = 2**30
@@ -285,15 +285,17 @@ def machine_of(
     return machine.with_ranks(ranks) if ranks else machine
 
 
-def machine_file() -> Path:
-    """Return where `tercet doctor` writes what it measured: the user's configuration folder."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # the desktop standard, not a setting of ours
-    return Path(base) / "tercet" / "machine.json"
+def machine_file() -> Path | None:
+    """Return where `tercet doctor` writes what it measured; None for a user without a folder of their own."""
+    folder = config_folder()
+    return None if folder is None else folder / "machine.json"
 
 
 def read_machine_file(path: Path | None = None) -> dict[str, Any] | None:
     """Return the machine file's content, or None when there is none. Raises InputError when it is broken."""
     path = path or machine_file()
+    if path is None:
+        return None
     try:
         return orjson.loads(path.read_bytes())
     except FileNotFoundError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,7 @@ import orjson
 import psutil
 
 from tercet.errors import TercetError
-
-
-def process_record(pid: int) -> dict[str, Any]:
-    """Return pid, host and start time: a process number alone may have been given to somebody else since."""
-    return {"pid": pid, "host": socket.gethostname(), "started": psutil.Process(pid).create_time()}
-
-
-def is_alive(record: dict[str, Any]) -> bool | None:
-    """Return whether a recorded process still runs; None when it belongs to another host, so nobody here knows."""
-    if record["host"] != socket.gethostname():
-        return None
-    try:
-        process = psutil.Process(record["pid"])
-        return abs(process.create_time() - record["started"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+from tercet.locks import FileLock, is_alive, process_record
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
@@ -44,14 +27,13 @@ class RunLock:
         self._path = path
         while True:
             self._file = path.open("a+b")
-            try:
-                # The kernel drops this lock when the process ends, however it ends; the content names the holder.
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            self._lock = FileLock(path)  # goes with this process, however it ends; the content names the holder
+            if not self._lock.acquire():
                 self._refuse(self._read())
             if _is_still(path, self._file.fileno()):
                 break
             self._file.close()  # its last holder removed it between the two lines: a new one is needed
+            self._lock.release()
         content = self._read()
         for record in (content.get("supervisor"), *content.get("ranks", ())):
             if record and is_alive(record) is not False:
@@ -75,6 +57,7 @@ class RunLock:
     def _refuse(self, content: dict[str, Any], record: dict[str, Any] | None = None) -> None:
         record = record or content.get("supervisor", {})
         self._file.close()
+        self._lock.release()
         raise TercetError(
             f"{self._path.parent} is in use by process {record.get('pid', '?')} on {record.get('host', '?')}",
             f"Wait for it to end. If that machine is no longer running it, delete {self._path}.",
@@ -92,3 +75,4 @@ class RunLock:
     def release(self) -> None:
         self._path.unlink(missing_ok=True)
         self._file.close()
+        self._lock.release()

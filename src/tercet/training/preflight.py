@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tercet.errors import InputError, NotLegalError
+from tercet.errors import InputError, NotLegalError, who_may
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
 from tercet.spec.recipe import Recipe
@@ -60,7 +60,9 @@ def check_output(wanted: str) -> None:
     if not existing.is_dir():
         raise InputError(f"output.folder {path} cannot be made: {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"output.folder {path} cannot be made: {existing} cannot be written by this user")
+        raise InputError(
+            f"output.folder {path} cannot be made: {who_may(existing)}", "Give another: --output DIR, or output.folder."
+        )
 
 
 def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:

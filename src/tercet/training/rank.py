@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tercet.errors import InterruptedRun, TercetError
+from tercet.errors import InterruptedRun, TercetError, file_error
 from tercet.parallel.bond import die_with_parent
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder
@@ -52,7 +52,7 @@ class Rank:
         # What anything prints (C++ included) goes to the rank's log; the console is kept for rank 0's lines.
         self._kept = tuple(_duplicate(n) for n in (1, 2))
         encoding = sys.stderr.encoding if sys.stderr else None
-        log = os.open(run.log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(run.log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         os.close(log)
@@ -113,6 +113,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
             "echo": False,
             "interrupted": isinstance(error, InterruptedRun),
         }
+    if isinstance(error, OSError) and (told := file_error(error)) is not None:
+        return describe_error(told)
     content = {
         "message": f"{type(error).__name__}: {error}",
         "hint": None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tercet.errors import InputError, InterruptedRun, NotLegalError, TercetError
+from tercet.errors import InputError, InterruptedRun, NotLegalError, TercetError, file_error
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
@@ -237,7 +237,7 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"output.folder {run.path} cannot be made: {error.strerror}") from None
+            raise InputError(f"output.folder cannot be made: {file_error(error) or error}") from None
         return run, made
     base, number = Path("runs").absolute(), 1
     name = re.sub(r"[^\w.-]+", "-", recipe.name)
@@ -249,7 +249,7 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise InputError(f"{run.path} cannot be made: {error.strerror}", "Give another: --output DIR.") from None
+            raise InputError(f"{file_error(error) or error}", "Give another: --output DIR.") from None
 
 
 def write_run(run: RunFolder, recipe: Recipe, plan: dict[str, Any]) -> None:

@@ -9,12 +9,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tercet import children
 from tercet.errors import InterruptedRun, TercetError
 from tercet.training.failure import first_error
 from tercet.training.pace import stopping_line
@@ -133,11 +133,11 @@ class _Ranks:
 
     def _start(self, rank: int, store: str) -> subprocess.Popen[bytes]:
         ranks = self._session.ranks
-        environment = {**os.environ, **self._repairs}
+        environment = children.environment(self._repairs)
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         # Without this every rank starts a thread per core and they take turns pushing each other off.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        command = [sys.executable, "-m", "tercet.training.rank", str(self._session.run.path), store, str(os.getpid())]
+        command = children.command("tercet.training.rank", str(self._session.run.path), store, str(os.getpid()))
         if self._watched is not None and rank == 0:
             command += ["--watch", "{}:{}".format(*self._watched)]
         if self._session.accept_changed_data:

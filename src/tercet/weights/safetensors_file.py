@@ -13,6 +13,7 @@ import os
 from math import prod
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -32,6 +33,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file that whoever may read its neighbours may read: safetensors makes its files private (0600)."""
+    path.touch()
+    mode = path.stat().st_mode
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 class SafetensorsFile:
@@ -79,11 +88,18 @@ class SafetensorsFile:
             place = self._begin + self._header[name]["data_offsets"][0] + begin * row_bytes
             target, have = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
             while have < len(target):  # one read returns 2 GB at most
-                got = os.preadv(self._file.fileno(), [target[have:]], place + have)
+                got = self._read(target[have:], place + have)
                 if not got:
                     raise InputError(f"{self.path}: {name} ends after {have} of {out.nbytes} bytes")
                 have += got
         return out
+
+    def _read(self, target: memoryview, place: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [target], place)
+        with self.path.open("rb", buffering=0) as file:  # Windows: a place of its own for each thread's read
+            file.seek(place)
+            return file.readinto(target) or 0
 
     def _view(self, name: str, begin: int, end: int) -> Tensor | None:
         """Return the rows as they lie in the file, or None when their place does not fit their type's size."""

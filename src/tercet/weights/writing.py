@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tercet.errors import InputError
@@ -16,6 +15,7 @@ from tercet.spec.families import FAMILIES
 from tercet.spec.families.names import parts, shared_copies
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.model import Model
+from tercet.weights.safetensors_file import save_file
 
 SHARD_BYTES = 4 * 10**9
 # What belongs to a tokenizer in a folder that may hold a whole model.

@@ -19,10 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
+from tercet import children
 from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError
+from tercet.locks import FileLock
+from tercet.places import cache_folder
 
 LIBRARIES = ("pin_memory", "async_io")  # the first holds what the second uses
 POLL_SECONDS = 0.5
@@ -31,9 +32,8 @@ CPU_INSTEAD = "or keep the state in host memory: strategy.offload.optimizer=cpu 
 
 def built_in() -> Path:
     """Return the folder of the built libraries: of these versions of Python, torch and DeepSpeed."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
-    return base / "tercet" / "extensions" / f"{python}-torch-{version('torch')}-deepspeed-{version('deepspeed')}"
+    return cache_folder() / "extensions" / f"{python}-torch-{version('torch')}-deepspeed-{version('deepspeed')}"
 
 
 def library(name: str) -> Path:
@@ -41,7 +41,10 @@ def library(name: str) -> Path:
 
 
 def is_built() -> bool:
-    return all(library(name).exists() for name in LIBRARIES)
+    try:
+        return all(library(name).exists() for name in LIBRARIES)
+    except InputError:  # a user without a home folder has built nothing
+        return False
 
 
 def tools() -> dict[str, str | None]:
@@ -74,7 +77,7 @@ def ensure_built(say: Callable[[str], None], progress: Callable[[int, int, str],
         return
     folder = built_in()
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
+    with FileLock(folder / "lock").held():
         if is_built():  # by the process that we waited for
             return
         if missing := why_not_here():
@@ -90,16 +93,13 @@ def _build(folder: Path, progress: Callable[[int, int, str], None]) -> None:
     here = str(Path(sys.executable).parent)
     # A build folder of our own: what another process was killed in, torch's own lock included, is not in it.
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-        environment = {
-            **os.environ,
-            "TORCH_EXTENSIONS_DIR": work,
-            "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
+        variables = {"TORCH_EXTENSIONS_DIR": work, "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}"}
+        environment = children.environment(variables)
         log = Path(work, "log")
         begin = time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tercet.engine.deepspeed.async_io"],
+                children.command("tercet.engine.deepspeed.async_io"),
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 from tercet.errors import InputError
+from tercet.places import cache_folder
 
 PACKAGE, MODELSCOPE = "package:", "modelscope:"
 
@@ -46,8 +46,7 @@ def is_hub_name(name: str) -> bool:
 
 def modelscope_folder(name: str) -> Path:
     """Return where the files of modelscope:owner/name are kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "tercet" / "modelscope" / name.removeprefix(MODELSCOPE)
+    return cache_folder() / "modelscope" / name.removeprefix(MODELSCOPE)
 
 
 def package_file(name: str) -> Path:
