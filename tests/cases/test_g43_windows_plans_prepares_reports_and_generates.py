@@ -28,7 +28,7 @@ def on_windows(cli, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("plan", "small.yaml", "--gpus", "3x4090"), "single"),
+        (("plan", "small.yaml", "--gpus", "3x4090"), "zero1"),
         (("prepare", "small.yaml", "data.cache=windows-cache"), "folder"),
         (("report", "RUN", "--output", "page.html"), "validation loss"),
         (("generate", "RUN", "The", "--tokens", "3"), "The"),

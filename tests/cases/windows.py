@@ -20,6 +20,7 @@ import typer  # noqa: F401
 import yaml  # noqa: F401
 
 if {"generate", "prepare"} & set(sys.argv):
+    import torch.nn.functional  # noqa: F401
     import transformers  # noqa: F401
 sysconfig.get_config_vars()  # read from a file that is named after the platform
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog")

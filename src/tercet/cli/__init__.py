@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from tercet.errors import TercetError, file_error
+    from tercet.errors import TercetError
 
 app = typer.Typer(
     name="tercet",
@@ -42,7 +42,7 @@ for _command in pkgutil.iter_modules(__path__):
 
 def main() -> None:
     """Run the command line; every error is one message on stderr and an exit code, never a traceback."""
-    from tercet.errors import TercetError
+    from tercet.errors import TercetError, file_error
 
     for stream in (sys.stdout, sys.stderr):
         # A console that lacks a character shows a mark instead of ending the run.
