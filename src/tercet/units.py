@@ -60,8 +60,8 @@ def parse_seconds(text: str) -> float:
 
 
 def show_bytes(value: float) -> str:
-    """Print a size in decimal units: 21.4 GB."""
-    for scale, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+    """Print a size in binary units, as people mean "a 24 GB card": 21.4 GiB."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(value) >= scale:
             number = value / scale
             return f"{number:.1f} {unit}" if number < 100 else f"{number:.0f} {unit}"

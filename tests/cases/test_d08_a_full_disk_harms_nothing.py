@@ -48,7 +48,7 @@ def fail_in_the_middle(monkeypatch, times: int) -> None:
 
 def test_stop_policy_says_what_it_needs(keeper_with_one, monkeypatch):
     fail_in_the_middle(monkeypatch, 1)
-    with pytest.raises(TercetError, match=r"disk full.*needs 1\.0 kB.*free in") as caught:
+    with pytest.raises(TercetError, match=r"disk full.*needs 1000 B.*free in") as caught:
         checkpoints(keeper_with_one, disk_full="stop").save(SmallEngine(), state(2))
     assert caught.value.exit_code == 1
     assert "--resume" in caught.value.hint
@@ -70,7 +70,7 @@ def test_space_is_checked_before_anything_is_written(keeper_with_one, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, next(free, None) or real(path).free))
     said: list[str] = []
     checkpoints(keeper_with_one, disk_full="wait", say=said.append).save(SmallEngine(), state(2))
-    assert any("needs 1.0 kB, 10 B are free" in line for line in said)
+    assert any("needs 1000 B, 10 B are free" in line for line in said)
     assert [step for step, _ in steps_in(keeper_with_one / "checkpoints")] == [2, 1]
 
 

@@ -191,7 +191,7 @@ def test_a_recipe_gets_its_model_by_name(server, tmp_path):
     section = ModelSection(path="modelscope:acme/tiny")
     said = []
     ensure_here(section, said.append)
-    assert "fetching modelscope:acme/tiny" in said[0] and "479 kB of 479 kB" in said[-1]
+    assert "fetching modelscope:acme/tiny" in said[0] and "468 KiB of 468 KiB" in said[-1]
     before = len(said)
     ensure_here(section, said.append)
     assert len(said) == before

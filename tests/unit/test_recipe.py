@@ -65,7 +65,7 @@ def test_bad_units_show_the_value(parse, text):
 
 
 def test_units_are_shown_short():
-    assert show_bytes(21_400_000_000) == "21.4 GB"
+    assert show_bytes(21_400_000_000) == "19.9 GiB"
     assert show_seconds(7500) == "2 h 5 min"
 
 

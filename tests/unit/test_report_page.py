@@ -148,7 +148,7 @@ def test_figures_are_those_of_the_run(tmp_path):
     page = page_of(finished(tmp_path / "run"))
     text = page.text()
     assert "finished" in page.text("span")
-    for figure in ("2.0000", "7.389", "1.2500", "500", "4 k", "4 steps", "1 min 30 s", "8.0 kB", "resident"):
+    for figure in ("2.0000", "7.389", "1.2500", "500", "4 k", "4 steps", "1 min 30 s", "7.8 KiB", "resident"):
         assert figure in text, figure
     assert "small; 12.3 k" not in text
     assert "12 345" in text  # parameters in full
@@ -158,7 +158,7 @@ def test_figures_are_those_of_the_run(tmp_path):
     assert "+20.0 %" in page.text("td")
     # 8 kB predicted, 8 kB measured: 1200 + 400 + 800 + 300 + 200 + 100 + 5000
     cells = page.text("th", "td")
-    assert "resident at the peak | 8.0 kB | 8.0 kB | exact" in cells
+    assert "resident at the peak | 7.8 KiB | 7.8 KiB | exact" in cells
     assert "activations | 300 B | – | –" in cells
 
 

@@ -56,7 +56,7 @@ def test_what_a_killed_start_left_is_removed_and_so_is_the_runs_own(tmp_path):
 def test_too_little_room_is_refused_with_both_figures(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(100, 90, 10 * 10**9))
-    with pytest.raises(InputError, match=r"10\.0 GB free, 110 GB are needed"):
+    with pytest.raises(InputError, match=r"9\.3 GiB free, 102 GiB are needed"):
         Swap(run_in(tmp_path / "run", NVME, needed=110 * 10**9)).prepare(print)
 
 

@@ -1,18 +1,30 @@
-"""tercet plan: what fits, how fast, how long, how dear, before anything runs."""
+"""tercet plan: what fits, how fast, how long and at what price, before anything runs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import shutil
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from tercet.spec.recipe import Recipe
+
+EXAMPLE = "Example: tercet plan deepseek-llm-7b --gpus 3x4090 --host-ram 128GB"
+LARGEST_READ_BYTES = 2**30  # of text: to know whether it is prepared, all of it is read
+BYTES_PER_TOKEN = 4.0  # of text that nobody has tokenised yet
+COUNTED_FORMATS = {"text", "jsonl", "json", "python"}  # whose bytes are text
+
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog=EXAMPLE)
     def plan(
         arguments: Annotated[
             list[str] | None,
-            typer.Argument(metavar="[RECIPE|MODEL] [key=value]...", help="A recipe, preset, model folder or hub name."),
+            typer.Argument(
+                metavar="[RECIPE|MODEL] [key=value]...",
+                help="A recipe's file or name, or a model: preset, folder or hub name; then recipe keys.",
+            ),
         ] = None,
         gpus: Annotated[str | None, typer.Option(help="Cards, as 3x4090; default: this machine's.")] = None,
         host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GB; default: this machine's.")] = None,
@@ -20,6 +32,7 @@ def register(app: typer.Typer) -> None:
         ranks: Annotated[int | None, typer.Option(help="Use so many cards or CPU processes.", min=1, max=1024)] = None,
         sequence: Annotated[str | None, typer.Option(help="Tokens per sequence, as 2048 or 4k.")] = None,
         batch: Annotated[str | None, typer.Option(help="Sequences per optimizer step, over all ranks.")] = None,
+        steps: Annotated[int | None, typer.Option(help="Steps to time (train.steps).", min=1)] = None,
         method: Annotated[str | None, typer.Option(help="full, lora, qlora or pretrain.")] = None,
         price: Annotated[float | None, typer.Option(help="Price of one card for an hour.", min=0)] = None,
         kwh_price: Annotated[float | None, typer.Option(help="Price of a kWh.", min=0)] = None,
@@ -32,10 +45,13 @@ def register(app: typer.Typer) -> None:
         write: Annotated[
             str | None, typer.Option(help="Write an Accelerate YAML that works, with the meaning of the one read.")
         ] = None,
+        details: Annotated[
+            bool, typer.Option("--details", help="Memory row by row, a step's parts, every refusal.")
+        ] = False,
         rows: Annotated[int, typer.Option(help="Strategies to show.", min=1)] = 6,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
-        """Rank the strategies that fit, and say what would make the others fit. Needs neither a GPU nor torch."""
+        """Say what fits, how fast it is, and the command that runs it. Needs neither a GPU nor torch."""
         machine = {
             "gpus": gpus,
             "host_ram": host_ram,
@@ -47,7 +63,8 @@ def register(app: typer.Typer) -> None:
             "price": price,
             "kwh_price": kwh_price,
         }
-        run(arguments or [], machine, deepspeed_config, accelerate_config, write, rows, as_json)
+        given = [*(arguments or []), *([f"train.steps={steps}"] if steps is not None else [])]
+        run(given, machine, deepspeed_config, accelerate_config, write, rows, details, as_json)
 
 
 def run(
@@ -57,23 +74,34 @@ def run(
     accelerate_config: str | None,
     write: str | None,
     rows: int,
+    details: bool,
     as_json: bool,
 ) -> None:
     from tercet.errors import InputError
+    from tercet.planner.command import train_command
 
     name = arguments.pop(0) if arguments and "=" not in arguments[0] else None
     if write and not (deepspeed_config or accelerate_config):
         raise InputError("--write needs a file to read", "Add --accelerate-config FILE or --deepspeed-config FILE.")
+    overrides, length = arguments, None
+    if name is not None:
+        overrides, length = with_length(name, arguments)
     if deepspeed_config or accelerate_config:
         from tercet.planner.launcher_files.plan import plan_from_files
 
-        answer = plan_from_files(name, arguments, deepspeed_config, accelerate_config, machine, write)
+        answer = plan_from_files(name, list(overrides), deepspeed_config, accelerate_config, machine, write)
     else:
         from tercet.planner.answer import plan
 
         if name is None:
             raise InputError("plan needs a recipe or a model", "For example: tercet plan deepseek-llm-7b --gpus 3x4090")
-        answer = plan(name, arguments, **machine)
+        answer = plan(name, list(overrides), **machine)
+    if length is not None:
+        answer["run"] = length
+        answer["assumed"] = [*answer["assumed"], *length["assumed"]]
+    if name is not None:
+        method = {"lora": ["adapter.kind=lora"], "qlora": ["adapter.kind=lora", "adapter.quantize=nf4"]}
+        answer["train"] = train_command(name, [*arguments, *method.get(machine["method"] or "", [])], answer)
     if as_json:
         import orjson
 
@@ -81,6 +109,60 @@ def run(
     else:
         from tercet.planner.table import show
 
-        typer.echo(show(answer, rows))
+        typer.echo(show(answer, rows, shutil.get_terminal_size().columns, details))
     if "model" in answer and not answer["strategies"]:
         raise typer.Exit(3)
+
+
+def with_length(name: str, overrides: list[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """Return the overrides with this run's steps in place of its epochs, and how they are known; None: they are not.
+
+    A bare model has no text, and a recipe with train.steps needs no counting.
+    """
+    from tercet.errors import TercetError
+    from tercet.planner.answer import is_recipe
+    from tercet.spec.recipe import load_recipe
+
+    if not is_recipe(name):
+        return overrides, None
+    recipe = load_recipe(name, overrides)
+    if recipe.train.steps is not None:
+        return overrides, {"steps": recipe.train.steps, "says": f"{recipe.train.steps} steps", "assumed": []}
+    try:
+        found = length_of(recipe)
+    except (TercetError, OSError):  # no text here yet: planning goes on without it
+        return overrides, None
+    if found is None:
+        return overrides, None
+    return [*overrides, f"train.steps={found['steps']}"], found
+
+
+def length_of(recipe: Recipe) -> dict[str, Any] | None:
+    """Return this run's optimizer steps: counted when its data is prepared, else estimated from the files' bytes."""
+    from math import ceil
+
+    from tercet.data.prepare import find_prepared, source_bytes
+    from tercet.spec.families import describe
+    from tercet.spec.families.where import tokenizer_place
+
+    formats = source_bytes(recipe.data)
+    size, epochs = sum(formats.values()), recipe.train.epochs or 1.0
+    prepared = None
+    if size <= LARGEST_READ_BYTES:
+        prepared = find_prepared(
+            recipe.data,
+            vocabulary=describe(recipe.model).vocabulary,
+            model_tokenizer=tokenizer_place(recipe.model.path),
+            seed=recipe.train.seed,
+        )
+    about, assumed = "", []
+    if prepared is not None:
+        rows = float(prepared.train.rows_per_epoch)
+    elif formats.keys() <= COUNTED_FORMATS:
+        rows, about = size / BYTES_PER_TOKEN / recipe.data.sequence_tokens, "about "
+        assumed = [f"{size:,} bytes of text at {BYTES_PER_TOKEN:g} bytes a token (tercet prepare counts them)"]
+    else:
+        return None
+    steps = max(1, ceil(epochs * rows / recipe.train.batch_sequences))
+    noun = "epoch" if epochs == 1 else "epochs"
+    return {"steps": steps, "says": f"{epochs:g} {noun}, {about}{steps} steps", "assumed": assumed}

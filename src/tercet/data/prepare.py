@@ -102,6 +102,28 @@ def prepare(
     return found
 
 
+def find_prepared(
+    data: DataSection, *, vocabulary: int | None, model_tokenizer: Path | None, seed: int
+) -> Prepared | None:
+    """Return the data if it lies in the cache already, else None. Reads the files once, makes nothing."""
+    train, held = _find(data)
+    weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
+    _, decides = _tokenizer_of(data, vocabulary, model_tokenizer)
+    key = cache.key_of({**decides, **_settings(data, train, held, _quiet)})
+    folder = cache.folder_of(data.cache) / key
+    manifest = cache.complete(folder)
+    return None if manifest is None else _open(folder, key, True, manifest, weights, seed)
+
+
+def source_bytes(data: DataSection) -> dict[str, int]:
+    """Return format -> bytes of the files of data.train."""
+    found: Counter[str] = Counter()
+    for source in _find(data)[0]:
+        for file in source.files:
+            found[file.format] += file.bytes
+    return dict(found)
+
+
 def _refuse_unbuilt(data: DataSection) -> None:
     for name, value in (("template", data.template), ("train_on", data.train_on)):
         if value not in (None, "all"):

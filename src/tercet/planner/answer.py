@@ -192,6 +192,7 @@ def answer_for(
             "active_parameters": model.active_parameters,
             "layers": len(model.layers),
         },
+        "weights": recipe.model.start,
         "work": {
             "sequence_tokens": work.sequence_tokens,
             "batch_sequences": work.batch_sequences,
@@ -237,19 +238,8 @@ def would_need(search: Search, strategy: Strategy) -> dict[str, Any]:
 
 
 def label(strategy: Strategy) -> str:
-    """Return a strategy's name as the table shows it: zero2, zero3 once, ddp full, …"""
-    words = [strategy.name]
-    if strategy.engine == "native" and strategy.zero == 3 and strategy.reduce_gradients == "once_per_step":
-        words.append("reduced once")
-    if strategy.recompute != "none":
-        words.append(f"recompute {strategy.recompute}")
-    for place, words_of_it in (("cpu", "on host"), ("nvme", "on nvme")):
-        away = [w for w in ("optimizer", "weights", "activations") if getattr(strategy, f"offload_{w}") == place]
-        if away:
-            words.append(f"{' + '.join(away)} {words_of_it}")
-    if strategy.compile:
-        words.append("compiled")
-    return ", ".join(words)
+    """Return a strategy's name as the table shows it and as `strategy=` reads it: zero3+full+optimizer-cpu."""
+    return strategy.word
 
 
 def entry(
@@ -377,7 +367,7 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
         rate = machine.measured.get("disk_write")
         found.append(
             f"files on nvme: {show_bytes(swap_bytes(search.counts, fits[0].job))} are written in every step, by all "
-            f"ranks to one drive (drives wear by bytes written); at {show_bytes(rate or search.constants.nvme_rate)}/s, "
+            f"ranks to one drive (drives wear by bytes written); at {(rate or search.constants.nvme_rate) / 1e9:.1f} GB/s, "
             + ("as measured by tercet doctor" if rate else "which is assumed (tercet doctor measures it)")
         )
     gain = fp8_gain(machine)

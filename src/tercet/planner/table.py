@@ -1,100 +1,182 @@
-"""The answer as text: a ranked table, what was refused and why, what was assumed."""
+"""The answer as text: the verdict and what to do about it in three lines, then tables that fit the terminal."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from tercet.units import show_bytes, show_count, show_seconds
 
-LEDGER = (
-    ("weights", "weights"),
-    ("master", "master"),
-    ("gradients", "grads"),
-    ("optimizer", "optim"),
-    ("activations", "activ"),
-    ("logits", "logits"),
-    ("buffers", "buffers"),
-    ("reserve", "reserve"),
-)
+LEDGER = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+GIB = 2**30
+# Columns of the table of strategies, and which of them go first when the terminal is narrow.
+LEAVE_FIRST = ("disk", "links", "MFU", "micro x accum", "time")
 
 
-def show(answer: dict[str, Any], rows: int = 6) -> str:
-    """Return what `tercet plan` prints."""
-    parts = [head(answer)]
+def show(answer: dict[str, Any], rows: int = 6, width: int = 80, details: bool = False) -> str:
+    """Return what `tercet plan` prints; no line but the command is wider than `width`."""
+    parts = [verdict(answer, width), head(answer, width)]
     if answer.get("read"):
-        parts.append("\n".join(answer["read"]))
+        parts.append("\n".join(wrapped(line, width) for line in answer["read"]))
     strategies = answer["strategies"]
+    shown = rows if details else min(rows, 4)
     if strategies:
-        parts.append(speed_table(strategies[:rows], answer))
-        parts.append(memory_table(strategies[:rows], answer))
-        parts += [text] if (text := details(strategies[0], answer)) else []
-        if len(strategies) > rows:
-            parts.append(f"{len(strategies) - rows} more fit: --rows {len(strategies)}, or --json")
-    elif "model" in answer:
-        parts.append("Nothing fits as asked.")
+        parts.append(strategy_table(strategies[: rows if details else shown], answer, width))
+        if details:
+            parts += [memory_table(strategies[:rows], width), step_lines(strategies[0], answer, width)]
+        if len(strategies) > shown:
+            parts.append(f"{len(strategies) - shown} more fit: --details, --rows {len(strategies)}, or --json")
     if answer["refused"]:
-        parts.append("\n".join(["Refused:", *(f"  {line}" for line in refused_lines(answer["refused"], rows))]))
-    if answer["notes"]:
-        parts.append("\n".join(["Notes:", *(f"  {n}" for n in answer["notes"])]))
-    if answer.get("assumed"):
-        parts.append("\n".join(["Assumed:", *(f"  {a}" for a in answer["assumed"])]))
-    return "\n\n".join(parts)
+        limit = rows if details else 1 if strategies else 3
+        lines = refused_lines(answer["refused"], limit)
+        parts.append("\n".join(["Refused:", *(wrapped(line, width, "  ") for line in lines)]))
+    for title, key in (("Notes:", "notes"), ("Assumed:", "assumed")):
+        if answer.get(key):
+            parts.append("\n".join([title, *(wrapped(line, width, "  ") for line in answer[key])]))
+    if answer.get("train"):
+        parts.append(f"Run it:\n{answer['train']}")
+    return "\n\n".join(part for part in parts if part)
 
 
-def head(answer: dict[str, Any]) -> str:
-    if "model" not in answer:
-        return "No model named: only the file is read."
-    model, work, machine = answer["model"], answer["work"], answer["machine"]
-    size = show_count(model["parameters"])
-    if model["active_parameters"] != model["parameters"]:
-        size += f", {show_count(model['active_parameters'])} active"
-    where = f"{machine['ranks']}x {machine['card'] or 'CPU process'}"
-    if machine["card"]:
-        where += f" ({show_bytes(machine['usable_bytes'])} usable each)"
-    host = f", host RAM {show_bytes(machine['host_bytes'])}" if machine["host_bytes"] else ""
-    return (
-        f"{model['name']} ({size} parameters) on {where}{host}\n"
-        f"{work['batch_sequences']} sequences of {work['sequence_tokens']} tokens per step "
-        f"({work['tokens_per_step']} tokens), {work['precision']}, {work['optimizer']}"
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """Return text in lines of at most `width`; what goes on is indented once more. Words are never cut."""
+    own = indent + text[: len(text) - len(text.lstrip())]
+    return textwrap.fill(
+        text.strip(),
+        width,
+        initial_indent=own,
+        subsequent_indent=own + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
-def speed_table(strategies: list[dict[str, Any]], answer: dict[str, Any]) -> str:
-    what = strategies[0].get("for", "")
-    titles = ["strategy", "micro x accum", "per card", "host RAM", "disk", "tokens/s", "MFU", "links", what]
-    if answer["machine"]["kind"] == "cpu":
-        titles[2] = "per rank"
-    body = []
-    for s in strategies:
-        speed = s["tokens_per_second"]
-        body.append(
-            [
-                s["name"],
-                f"{s['micro_batch']} x {s['accumulation']}",
-                show_bytes(s["card_bytes"]),
-                show_bytes(s["host_bytes"]),
-                show_bytes(s["disk_bytes"]),
-                f"{speed:,.0f}".replace(",", " ") if speed else "unknown",
-                f"{s['mfu']:.0%}" if s["mfu"] is not None else "-",
-                f"{s['communication_share']:.0%}" if s["communication_share"] is not None else "-",
-                show_seconds(s["total_seconds"]) if "total_seconds" in s else "-",
-            ]
-        )
-    return grid(titles, body)
+# ------------------------------------------------------------------------------------------------------ verdict
 
 
-def memory_table(strategies: list[dict[str, Any]], answer: dict[str, Any]) -> str:
-    titles = ["GB at the peak", *(short for _, short in LEDGER)]
-    body = [[s["name"], *(gigabytes(s["ledger"][row]) for row, _ in LEDGER)] for s in strategies]
-    return grid(titles, body)
+def verdict(answer: dict[str, Any], width: int) -> str:
+    """Return three lines: fits or not, figures, the command that does it or what would change the answer."""
+    if "model" not in answer:
+        return "No model named: only the file is read."
+    what = f"{answer['model']['name']} on {place(answer)}"
+    if not answer["strategies"]:
+        closest = (answer["refused"] or [{"name": "", "why": ["nothing is legal"]}])[0]
+        reason, _, way_out = closest["why"][0].partition("; ")
+        name = f"{closest['name']} " if closest["name"] else ""
+        lines = [f"DOES NOT FIT: {what}", f"{name}{reason}", f"Way out: {way_out}" if way_out else ""]
+        return "\n".join(wrapped(line, width) for line in lines if line)
+    best = answer["strategies"][0]
+    lines = [f"FITS: {what}", figures(best, answer)]
+    return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
 
 
-def gigabytes(value: float) -> str:
-    number = value / 1e9
-    return f"{number:.1f}" if number >= 0.1 or number == 0 else f"{number:.3f}"
+def place(answer: dict[str, Any]) -> str:
+    machine = answer["machine"]
+    return f"{machine['ranks']}x {machine['card'] or 'CPU process'}"
 
 
-def details(best: dict[str, Any], answer: dict[str, Any]) -> str:
+def figures(best: dict[str, Any], answer: dict[str, Any]) -> str:
+    """Return the numbers that decide: memory against what is there, speed, and the time of this run."""
+    machine = answer["machine"]
+    usable = f" of {gib(best['usable_bytes'])}" if best["usable_bytes"] else ""
+    words = [f"{gib(best['card_bytes'])}{usable} GiB/{'card' if machine['card'] else 'rank'}"]
+    there = f" of {gib(machine['host_bytes'])}" if machine["host_bytes"] else ""
+    words.append(f"{gib(best['host_bytes'])}{there} GiB RAM")
+    speed = best["tokens_per_second"]
+    words.append(f"{thousands(speed)} tokens/s" if speed else "speed unknown (tercet doctor)")
+    if "total_seconds" in best:
+        length = answer.get("run", {}).get("says") or best["for"].replace("a billion", "1 B")
+        words.append(f"{length}: {show_seconds(best['total_seconds'])}")
+    return ", ".join(words)
+
+
+def head(answer: dict[str, Any], width: int) -> str:
+    """Return what was planned: sizes, the batch, what the weights start from."""
+    if "model" not in answer:
+        return ""
+    model, work, machine = answer["model"], answer["work"], answer["machine"]
+    size = f"{show_count(model['parameters'])} parameters"
+    if model["active_parameters"] != model["parameters"]:
+        size += f", {show_count(model['active_parameters'])} active"
+    usable = f"; {gib(machine['usable_bytes'])} GiB usable on each card" if machine["card"] else ""
+    lines = [
+        f"{size}; weights: {answer['weights']}",
+        f"{work['batch_sequences']} sequences of {work['sequence_tokens']} tokens per step "
+        f"({work['tokens_per_step']} tokens), {work['precision']}, {work['optimizer']}{usable}",
+    ]
+    return "\n".join(wrapped(line, width) for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], width: int) -> str:
+    """Return a line per strategy, best first; columns that do not fit the width are left out."""
+    rank = "GiB/card" if answer["machine"]["kind"] != "cpu" else "GiB/rank"
+    columns: dict[str, list[str]] = {
+        "strategy": [s["name"] for s in strategies],
+        "micro x accum": [f"{s['micro_batch']} x {s['accumulation']}" for s in strategies],
+        rank: [gib(s["card_bytes"]) for s in strategies],
+        "GiB host": [gib(s["host_bytes"]) for s in strategies],
+        "disk": [show_bytes(s["disk_bytes"]) for s in strategies],
+        "tokens/s": [thousands(s["tokens_per_second"]) for s in strategies],
+        "MFU": [share(s["mfu"]) for s in strategies],
+        "links": [share(s["communication_share"]) for s in strategies],
+        "time": [show_seconds(s["total_seconds"]) if "total_seconds" in s else "-" for s in strategies],
+    }
+    waiting = list(LEAVE_FIRST)
+    while table_width(columns) > width and waiting:
+        del columns[waiting.pop(0)]
+    what = f"; time: {strategies[0]['for']}" if "time" in columns and "for" in strategies[0] else ""
+    return f"What fits, fastest first{what}:\n{grid(columns)}"
+
+
+def memory_table(strategies: list[dict[str, Any]], width: int) -> str:
+    """Return the ledger at the peak: a row each, a column per strategy, as many as the width holds."""
+    rows = [row for row in LEDGER if any(s["ledger"][row] for s in strategies)]
+    columns: dict[str, list[str]] = {"GiB at the peak": [*rows, "all"]}
+    names = []
+    for number, strategy in enumerate(strategies, 1):
+        values = [gib(strategy["ledger"][row]) for row in rows] + [gib(sum(strategy["ledger"].values()))]
+        more = {**columns, f"({number})": values}
+        if table_width(more) > width:
+            break
+        columns = more
+        names.append(f"({number}) {strategy['name']}")
+    return grid(columns) + "\n" + "\n".join(names)
+
+
+def table_width(columns: dict[str, list[str]]) -> int:
+    return sum(max(map(len, [title, *cells])) for title, cells in columns.items()) + 2 * (len(columns) - 1)
+
+
+def grid(columns: dict[str, list[str]]) -> str:
+    """Return columns, the first flush left, the others flush right."""
+    padded = []
+    for n, (title, cells) in enumerate(columns.items()):
+        room = max(map(len, [title, *cells]))
+        padded.append([c.ljust(room) if n == 0 else c.rjust(room) for c in [title, *cells]])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+
+
+def gib(value: float) -> str:
+    number = value / GIB
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 0.1 or number == 0 else f"{number:.3f}"
+
+
+def thousands(value: float | None) -> str:
+    return f"{value:,.0f}".replace(",", " ") if value else "unknown"
+
+
+def share(value: float | None) -> str:
+    return f"{value:.0%}" if value is not None else "-"
+
+
+# ------------------------------------------------------------------------------------------------------ details
+
+
+def step_lines(best: dict[str, Any], answer: dict[str, Any], width: int) -> str:
+    """Return where a step's time goes, what it costs, and how far predictions have been from measurements."""
     lines = []
     if best["clock"]:
         parts = sorted(((v, k) for k, v in best["clock"].items() if v > 0.005 * best["step_seconds"]), reverse=True)
@@ -102,16 +184,7 @@ def details(best: dict[str, Any], answer: dict[str, Any]) -> str:
             f"A step of {best['name']}: {best['step_seconds']:.2f} s = "
             + ", ".join(f"{k} {v / best['step_seconds']:.0%}" for v, k in parts)
         )
-    money = []
-    if "kwh" in best:
-        money.append(f"{best['kwh']:.3g} kWh at the cards' power limit")
-    if "energy_money" in best:
-        money.append(f"{best['energy_money']:.2f} for the energy")
-    if "money" in best:
-        money.append(f"{best['money']:.2f} at the given price")
-    elif "rent_usd" in best:
-        money.append(f"${best['rent_usd'][0]:.2f} to ${best['rent_usd'][1]:.2f} rented")
-    if money:
+    if money := costs(best):
         lines.append(f"{best['for']}: {', '.join(money)}")
     bars = answer["error_bars"]
     if bars.get("tokens_per_second_90_percent") and best["tokens_per_second"] and answer["machine"]["card"]:
@@ -119,7 +192,20 @@ def details(best: dict[str, Any], answer: dict[str, Any]) -> str:
             f"Nine of ten predictions were within {bars['tokens_per_second_90_percent']:.0%} (speed) and "
             f"{bars['memory_90_percent']:.0%} (memory) of {bars['runs']} published runs, cross-validated"
         )
-    return "\n".join(lines)
+    return "\n".join(wrapped(line, width) for line in lines)
+
+
+def costs(best: dict[str, Any]) -> list[str]:
+    found = []
+    if "kwh" in best:
+        found.append(f"{best['kwh']:.3g} kWh at the cards' power limit")
+    if "energy_money" in best:
+        found.append(f"{best['energy_money']:.2f} for the energy")
+    if "money" in best:
+        found.append(f"{best['money']:.2f} at the given price")
+    elif "rent_usd" in best:
+        found.append(f"${best['rent_usd'][0]:.2f} to ${best['rent_usd'][1]:.2f} rented")
+    return found
 
 
 def refused_lines(refused: list[dict[str, Any]], rows: int) -> list[str]:
@@ -129,7 +215,7 @@ def refused_lines(refused: list[dict[str, Any]], rows: int) -> list[str]:
             found.append(f"{entry['name']}: {why}" if entry["name"] else why)
         found += [f"  {line}" for line in need_lines(entry)]
     if len(refused) > rows:
-        found.append(f"and {len(refused) - rows} more (--json)")
+        found.append(f"and {len(refused) - rows} more (--details, --json)")
     return found
 
 
@@ -147,13 +233,3 @@ def need_line(words: str, need: dict[str, Any]) -> str:
     )
     speed = need.get("tokens_per_second")
     return f"{line}, at {speed:.0f} tokens/s" if speed else line
-
-
-def grid(titles: list[str], body: list[list[str]]) -> str:
-    """Return columns, the first flush left, the others flush right."""
-    widths = [max(len(row[n]) for row in [titles, *body]) for n in range(len(titles))]
-    lines = []
-    for row in [titles, *body]:
-        cells = [c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -45,6 +45,20 @@ class Strategy:
         return "ddp" if self.zero == 0 else f"zero{self.zero}"
 
     @property
+    def word(self) -> str:
+        """The whole layout but its micro-batch, as `strategy=` reads it back: zero3+full+optimizer-cpu."""
+        words = [self.name]
+        if self.engine == "native" and self.zero == 3 and self.reduce_gradients == "once_per_step":
+            words.append("once")
+        if self.recompute != "none":
+            words.append(self.recompute)
+        for what in ("optimizer", "weights", "activations"):
+            if (place := getattr(self, f"offload_{what}")) != "none":
+                words.append(f"{what}-{place}")
+        words += [f"{a}-{n}" for a in ("tensor", "pipeline", "expert", "context") if (n := getattr(self, a)) > 1]
+        return "+".join([*words, "compile"] if self.compile else words)
+
+    @property
     def on_nvme(self) -> frozenset[str]:
         """What lives in files: optimizer (masters and moments), weights, or both."""
         places = {"optimizer": self.offload_optimizer, "weights": self.offload_weights}

@@ -92,6 +92,7 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
 
 def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
     accumulation = strategy.accumulation(work.batch_sequences)
+    say(f"weights: {recipe.model.start}")
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
         f"{strategy.micro_batch} x accumulation {accumulation} x ranks {strategy.mesh.data_ranks}; effective batch "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,6 +105,13 @@ class ModelSection(Section):
     def _word(cls, value: Any) -> Any:
         return model_word(value)
 
+    @property
+    def start(self) -> str:
+        """What the weights are at step 0, in words: random (preset …) or pretrained from …."""
+        if self.path is not None:
+            return f"pretrained from {self.path}" if self.init != "random" else f"random (in the shape of {self.path})"
+        return f"random (preset {self.preset})" if self.preset else "random (sizes from the recipe)"
+
 
 class AdapterSection(Section):
     kind: Literal["none", "lora"] = "none"
@@ -152,7 +160,8 @@ class DataSection(Section):
     sequence_tokens: Annotated[TokenLength, Field(ge=2, le=2**20)] = 2048
     tokenizer: str = Field(
         default="model",
-        description="model (the model's own), train (byte-level BPE on data.train), a file, folder or hub name",
+        description="model (the model's own), train (byte-level BPE on data.train), a file, folder or hub name; "
+        "default: model, and train for a preset or sizes, which bring none",
     )
     bad_rows: Literal["stop", "skip"] = "stop"
     long_rows: Literal["drop", "cut", "split"] = Field(
@@ -180,11 +189,21 @@ WORDS: dict[str, dict[str, Any]] = {
     "zero2": {"zero": "2"},
     "zero3": {"zero": "3"},
     "host": {"engine": "host"},
+    **{f"deepspeed-zero{n}": {"engine": "deepspeed", "zero": str(n)} for n in range(4)},
 }
+# What may follow a word, joined by "+": zero3+full+optimizer-cpu. The planner prints strategies in these words.
+ADDED_WORDS: dict[str, tuple[str, str]] = {
+    "once": ("reduce_gradients", "once_per_step"),
+    "selective": ("recompute", "selective"),
+    "full": ("recompute", "full"),
+    "compile": ("compile", "true"),
+}
+_ADDED = re.compile(r"(optimizer|weights|activations)-(cpu|nvme)|(tensor|pipeline|expert|context)-(\d+)")
 
 
 class StrategySection(Section):
-    """How the run is laid out. A bare word (auto, single, ddp, zero1, zero2, zero3, host) expands first."""
+    """How the run is laid out. A bare word (auto, single, ddp, zero1, zero2, zero3, deepspeed-zero3, …) expands first;
+    more may be added to it: zero3+full+optimizer-cpu."""
 
     engine: Literal["native", "deepspeed", "host"] = "native"
     zero: Annotated[int, Field(ge=0, le=3)] | Auto = Field(
@@ -314,11 +333,20 @@ class Recipe(Section):
     def _words(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(adapter := value.get("adapter"), str):
             value = {**value, "adapter": {"kind": adapter}}
-        return value
+        return _with_tokenizer(value)
 
     def to_yaml(self) -> str:
         """Return the resolved recipe: every key with the value in force."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _with_tokenizer(tree: Any) -> Any:
+    """Return the tree with data.tokenizer=train where nobody chose one and the model, known by its sizes, has none."""
+    model, data = (tree.get(key) for key in ("model", "data")) if isinstance(tree, dict) else (None, None)
+    model = model_word(model if model is not None else {})
+    if not isinstance(model, dict) or not isinstance(data, dict) or model.get("path") or "tokenizer" in data:
+        return tree
+    return {**tree, "data": {**data, "tokenizer": "train"}}
 
 
 def model_word(value: Any) -> Any:
@@ -334,6 +362,23 @@ def model_word(value: Any) -> Any:
 def strategy_word(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    if value not in WORDS:
-        raise ValueError(f"{value!r} is not a strategy{nearest(value, WORDS)} (one of: {', '.join(WORDS)})")
-    return WORDS[value]
+    base, *added = value.split("+")
+    if base not in WORDS:
+        raise ValueError(f"{value!r} is not a strategy{nearest(base, WORDS)} (one of: {', '.join(WORDS)})")
+    section = dict(WORDS[base])
+    for word in added:
+        if found := _ADDED.fullmatch(word):
+            what, place, axis, ranks = found.groups()
+            if what:
+                section["offload"] = {**section.get("offload", {}), what: place}
+            else:
+                section[axis] = ranks
+        elif word in ADDED_WORDS:
+            key, setting = ADDED_WORDS[word]
+            section[key] = setting
+        else:
+            raise ValueError(
+                f"{value!r}: {word!r} is no addition to a strategy{nearest(word, ADDED_WORDS)} (one of: "
+                f"{', '.join(ADDED_WORDS)}, optimizer-cpu, weights-cpu, optimizer-nvme, …)"
+            )
+    return section

@@ -1,0 +1,46 @@
+"""The command that runs a plan's first choice as it stands: `tercet train …` with every key that decides it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from tercet.planner.answer import is_recipe
+from tercet.spec.recipe import load_recipe
+from tercet.spec.strategy import Strategy, Work
+
+ANY_MODEL = "any-text"  # the shipped recipe that a bare model is trained with
+
+
+def train_command(name: str, overrides: list[str], answer: dict[str, Any]) -> str | None:
+    """Return the line for the best strategy of `tercet plan NAME overrides`, or None when nothing fits."""
+    if not answer["strategies"]:
+        return None
+    best = Strategy(**answer["strategies"][0]["strategy"])
+    kept = [o for o in overrides if o.partition("=")[0].strip().partition(".")[0] != "strategy"]
+    if is_recipe(name):
+        words = ["tercet", "train", str(name), *kept]
+        recipe = load_recipe(name, overrides)
+        path, stated = recipe.strategy.offload.nvme_path, Work.of(recipe)
+    else:
+        words = ["tercet", "train", ANY_MODEL, f"model={name}", *kept]
+        path, stated = None, Work(0, 0)
+    given = {o.partition("=")[0].strip() for o in kept}
+    for key, attribute in (("data.sequence_tokens", "sequence_tokens"), ("train.batch_sequences", "batch_sequences")):
+        value = answer["work"][attribute]
+        if key not in given and getattr(stated, attribute) != value:
+            words.append(f"{key}={value}")
+    words += strategy_keys(best)
+    if path is not None and best.on_nvme:
+        words.append(f"strategy.offload.nvme_path={path}")
+    return shlex.join([*words, "--ranks", str(best.ranks)])
+
+
+def strategy_keys(strategy: Strategy) -> list[str]:
+    """Return the recipe keys that leave the planner nothing to choose: they are read back as the same strategy."""
+    keys = [f"strategy={strategy.word}", f"strategy.micro_batch={strategy.micro_batch}"]
+    if strategy.recompute == "none":
+        keys.append("strategy.recompute=none")
+    if strategy.zero == 3 and strategy.engine == "native" and strategy.reduce_gradients == "every_micro_batch":
+        keys.append("strategy.reduce_gradients=every_micro_batch")
+    return keys

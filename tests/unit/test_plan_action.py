@@ -1,0 +1,164 @@
+"""tercet plan ends with what to do: every printed name and line is read back as the strategy that was planned."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from typer.testing import CliRunner
+
+from tercet.cli import app
+from tercet.planner.answer import choose, plan
+from tercet.planner.command import strategy_keys, train_command
+from tercet.planner.table import show
+from tercet.spec.machine import machine_of
+from tercet.spec.recipe import StrategySection, load_recipe
+from tercet.spec.strategy import Strategy, Work, resolve
+
+CASES = [
+    ("deepseek-llm-7b", [], {"gpus": "3x4090", "host_ram": "192GB"}),
+    ("llama-1.2b-32k", [], {"gpus": "3x4090"}),
+    ("llama-1.2b-32k", ["strategy.compile=true"], {"gpus": "2x3090", "host_ram": "64GB"}),
+    ("smollm2-135m", ["train.precision=fp32"], {"gpus": "1x4090", "batch": "20", "sequence": "1k"}),
+    ("deepseek-v2-lite", [], {"gpus": "3x4090", "host_ram": "384GB"}),
+    ("first-light", ["strategy=zero3", "strategy.reduce_gradients=once_per_step"], {"gpus": "2x4090"}),
+    (
+        "three-4090-deepseek-7b-zero2-offload",
+        ["strategy.zero=3", "strategy.offload.optimizer=nvme"],
+        {"gpus": "3x4090"},
+    ),
+    ("three-4090-llama-1.2b-zero3", [], {"gpus": "3x4090"}),
+    ("first-light", ["train.steps=7"], {}),
+]
+
+
+def as_run(line: str) -> tuple[str, list[str], int]:
+    """Return (recipe, overrides, ranks) of a printed line."""
+    words = shlex.split(line)
+    assert words[:2] == ["tercet", "train"] and words[-2] == "--ranks"
+    return words[2], words[3:-2], int(words[-1])
+
+
+@pytest.mark.parametrize(("name", "overrides", "machine"), CASES)
+def test_every_name_and_the_line_are_read_back_as_the_same_strategy(name, overrides, machine):
+    answer = plan(name, overrides, **machine)
+    assert answer["strategies"]
+    here = machine_of(machine.get("gpus"), machine.get("host_ram"))
+    for entry in [*answer["strategies"], *answer["refused"]]:
+        wanted = Strategy(**entry["strategy"])
+        section = StrategySection.model_validate(entry["name"])
+        assert replace(resolve(section, wanted.ranks, Work(64, 960)), micro_batch=1) == replace(wanted, micro_batch=1)
+    for n in range(len(answer["strategies"])):
+        line = train_command(name, overrides, {**answer, "strategies": answer["strategies"][n:]})
+        recipe, keys, ranks = as_run(line)
+        loaded = load_recipe(recipe, keys)
+        strategy, _ = choose(loaded, here, ranks)
+        assert strategy == Strategy(**answer["strategies"][n]["strategy"]), line
+        assert Work.of(loaded).batch_sequences == answer["work"]["batch_sequences"]
+        assert Work.of(loaded).sequence_tokens == answer["work"]["sequence_tokens"]
+
+
+def test_every_strategy_has_a_word_that_is_read_back():
+    places = product(("native", "deepspeed"), range(4), ("none", "selective", "full"), ("none", "cpu"), (False, True))
+    for engine, zero, recompute, place, compiled in places:
+        strategy = Strategy(
+            engine=engine,
+            zero=zero,
+            ranks=3,
+            micro_batch=2,
+            recompute=recompute,
+            offload_optimizer=place,
+            offload_weights=place,
+            compile=compiled,
+            tensor=3 if zero == 1 else 1,
+            reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step",
+        )
+        tree: dict[str, object] = {}
+        for key in strategy_keys(strategy):
+            name, _, value = key.partition("=")
+            tree = (
+                StrategySection.model_validate(value).model_dump()
+                if name == "strategy"
+                else {**tree, name.removeprefix("strategy."): value}
+            )
+        assert resolve(StrategySection.model_validate(tree), 3, Work(64, 96)) == strategy
+
+
+def test_a_strategy_that_is_none_is_refused_with_what_would_be():
+    with pytest.raises(ValueError, match="zero3"):
+        StrategySection.model_validate("zero4")
+    with pytest.raises(ValueError, match="selective"):
+        StrategySection.model_validate("zero3+selectiv")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize(("name", "overrides", "machine"), CASES)
+def test_nothing_but_the_command_is_wider_than_the_terminal(name, overrides, machine, width, details):
+    answer = plan(name, overrides, **machine)
+    answer["train"] = train_command(name, overrides, answer)
+    text = show(answer, width=width, details=details)
+    lines = text.splitlines()
+    assert lines[0].startswith("FITS: ") and lines[-1] == answer["train"] in lines[2:5]
+    long = [line for line in lines if len(line) > width and line != answer["train"]]
+    assert not long
+    assert lines[2] == answer["train"] or "steps" in lines[1] + lines[2]  # three lines, but for a long run's name
+
+
+def test_what_does_not_fit_says_so_first_and_names_a_way_out():
+    done = CliRunner().invoke(app, ["plan", "deepseek-llm-7b", "--gpus", "3x4090", "strategy=zero3"])
+    assert done.exit_code == 3
+    lines = done.output.splitlines()
+    assert lines[0] == "DOES NOT FIT: deepseek-llm-7b on 3x RTX 4090"
+    assert "Way out: " in "\n".join(lines[1:4])
+
+
+def test_it_times_this_run(tmp_path, monkeypatch):
+    """By its steps; by its epochs and the text's bytes; by its rows when they are prepared."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.jsonl").write_text('{"text": "a b c d e f g h"}\n' * 800)
+    (tmp_path / "mine.yaml").write_text(
+        "model: {layers: 2, width: 32, heads: 2, ffn: 64, vocabulary: 300}\n"
+        "data: {train: text.jsonl, sequence_tokens: 64}\ntrain: {batch_sequences: 6, epochs: 2}\n"
+    )
+
+    def said(*more: str) -> str:
+        done = CliRunner().invoke(app, ["plan", "mine.yaml", "--gpus", "3x4090", *more])
+        assert done.exit_code == 0, done.output
+        return done.output.splitlines()[1]
+
+    assert ", 40 steps: " in said("--steps", "40")
+    estimated = int(re.search(r"2 epochs, about (\d+) steps", said())[1])
+    assert estimated == pytest.approx(2 * 800 * 28 / 4 / 64 / 6, abs=1)
+
+    from tercet.data.prepare import prepare
+
+    recipe = load_recipe("mine.yaml")
+    found = prepare(recipe.data, vocabulary=300, model_tokenizer=None, seed=0)
+    steps = -(-2 * found.train.rows_per_epoch // 6)
+    assert f"2 epochs, {steps} steps: " in said()
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        ("smollm2-135m", "random (preset smollm2-135m)"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "pretrained from deepseek-ai/DeepSeek-V2-Lite"),
+    ],
+)
+def test_it_says_what_the_weights_start_from(model, weights):
+    done = CliRunner().invoke(app, ["plan", model, "--gpus", "8xH100 SXM 80GB"])
+    assert f"weights: {weights}" in re.sub(r"\s+", " ", done.output)
+
+
+def test_a_model_without_a_tokenizer_gets_one_of_its_own_and_a_folder_keeps_its_own(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: smollm2-135m\ndata: {train: x.jsonl}\n")
+    assert load_recipe(tmp_path / "a.yaml").data.tokenizer == "train"
+    assert load_recipe(tmp_path / "a.yaml", ["data.tokenizer=gpt2"]).data.tokenizer == "gpt2"
+    assert load_recipe(tmp_path / "a.yaml", [f"model={tmp_path}"]).data.tokenizer == "model"
+    assert load_recipe(tmp_path / "a.yaml", ["model=owner/name"]).data.tokenizer == "model"
+    assert load_recipe(tmp_path / "a.yaml", ["data.tokenizer=model"]).data.tokenizer == "model"
