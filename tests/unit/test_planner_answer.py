@@ -232,6 +232,6 @@ def test_the_search_tries_few_micro_batches_however_many_rows():
 
 
 def test_text_shows_table_refusals_and_assumptions(answer):
-    text = show(answer)
-    for word in ("tokens/s", "zero1", "Refused:", "Assumed:", "GB at the peak", "at the given price"):
+    text = show(answer, details=True)
+    for word in ("tokens/s", "zero1", "Refused:", "Assumed:", "GiB at the peak", "at the given price"):
         assert word in text

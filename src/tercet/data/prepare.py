@@ -108,11 +108,15 @@ def find_prepared(
     """Return the data if it lies in the cache already, else None. Reads the files once, makes nothing."""
     train, held = _find(data)
     weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
-    _, decides = _tokenizer_of(data, vocabulary, model_tokenizer)
-    key = cache.key_of({**decides, **_settings(data, train, held, _quiet)})
+    hashes = _hashes(train, held, _quiet)
+    loaded, decided = _tokenizer_of(data, vocabulary, model_tokenizer, None, _quiet)
+    decides = {"tokenizer": decided, **({"vocabulary": vocabulary} if loaded is None else {})}
+    key = cache.key_of({**decides, **_settings(data, train, held, hashes)})
     folder = cache.folder_of(data.cache) / key
     manifest = cache.complete(folder)
-    return None if manifest is None else _open(folder, key, True, manifest, weights, seed)
+    if manifest is None:
+        return None
+    return _open(folder, key, True, manifest, weights, seed, decided, described(train, held, hashes))
 
 
 def source_bytes(data: DataSection) -> dict[str, int]:

@@ -112,12 +112,12 @@ def head(answer: dict[str, Any], width: int) -> str:
 
 def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], width: int) -> str:
     """Return a line per strategy, best first; columns that do not fit the width are left out."""
-    rank = "GiB/card" if answer["machine"]["kind"] != "cpu" else "GiB/rank"
+    rank = "card" if answer["machine"]["kind"] != "cpu" else "rank"
     columns: dict[str, list[str]] = {
         "strategy": [s["name"] for s in strategies],
         "micro x accum": [f"{s['micro_batch']} x {s['accumulation']}" for s in strategies],
         rank: [gib(s["card_bytes"]) for s in strategies],
-        "GiB host": [gib(s["host_bytes"]) for s in strategies],
+        "host": [gib(s["host_bytes"]) for s in strategies],
         "disk": [show_bytes(s["disk_bytes"]) for s in strategies],
         "tokens/s": [thousands(s["tokens_per_second"]) for s in strategies],
         "MFU": [share(s["mfu"]) for s in strategies],
@@ -128,7 +128,7 @@ def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], wid
     while table_width(columns) > width and waiting:
         del columns[waiting.pop(0)]
     what = f"; time: {strategies[0]['for']}" if "time" in columns and "for" in strategies[0] else ""
-    return f"What fits, fastest first{what}:\n{grid(columns)}"
+    return f"What fits, fastest first (GiB per {rank} and of the host{what}):\n{grid(columns)}"
 
 
 def memory_table(strategies: list[dict[str, Any]], width: int) -> str:

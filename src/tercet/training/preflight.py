@@ -86,13 +86,13 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
         from tercet.engine.deepspeed.installed import require_deepspeed
 
         require_deepspeed()
+    say(f"weights: {recipe.model.start}")
     _say_batch(strategy, work, say)
     return plan
 
 
 def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
     accumulation = strategy.accumulation(work.batch_sequences)
-    say(f"weights: {recipe.model.start}")
     say(
         f"{strategy.name} on {strategy.ranks} rank{'s' if strategy.ranks > 1 else ''}: micro-batch "
         f"{strategy.micro_batch} x accumulation {accumulation} x ranks {strategy.mesh.data_ranks}; effective batch "
