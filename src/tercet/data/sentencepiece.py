@@ -23,6 +23,7 @@ from tercet.errors import InputError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "▁"
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")  # lines of base64 and rank
 
 # What the comparison looks at: words, repeated and outer spaces, line breaks, other scripts, composed
 # characters, symbols, digits, spelled-out control tokens, repeated letters.
@@ -85,6 +86,12 @@ def convert(path: Path) -> Converted:
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as schema
 
+    if _TIKTOKEN.match(head := path.open("rb").read(200)):
+        raise InputError(
+            f"data.tokenizer: {path} is a table of tiktoken (as Llama 3's), which lacks the rule that cuts words: "
+            f"it begins with {head.split(chr(10).encode())[0].decode()!r}",
+            "Put the tokenizer.json and tokenizer_config.json of the same repository beside it.",
+        )
     proto = schema.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())

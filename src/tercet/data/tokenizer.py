@@ -273,7 +273,9 @@ def _from_gguf(path: Path) -> Tokenizer:
 
     config = read_config(path)
     try:
-        found = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # every layer below raises its own kinds
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"data.tokenizer: {path} holds no tokenizer that can be read: {first}") from None

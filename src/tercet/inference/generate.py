@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tercet.data.tokenizer import load
 from tercet.errors import InputError
 from tercet.model.decode import generate
 from tercet.spec.families import read_config
@@ -17,32 +18,23 @@ def generate_text(
 
     Raises InputError when the folder has no model or no tokenizer, or the prompt has no token.
     """
-    from transformers import AutoTokenizer
-
     path = Path(folder).expanduser()
     if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
         raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
     path = model_place(folder)
     model = load_model(path)
-    inside = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent if inside else path), local_files_only=True, **inside)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    config = read_config(path)
-    if (bos := config.get("bos_token_id")) is not None:
-        ids = [bos, *ids]
+    tokenizer = load(path)
+    ids = [*tokenizer.before.tolist(), *tokenizer.encode([prompt])[0].tolist()]
     if not ids:
         raise InputError("the prompt has no tokens", "Give at least one character.")
-    eos = config.get("eos_token_id")
+    eos = read_config(path).get("eos_token_id", tokenizer.eos_id)
     stop = eos if isinstance(eos, list) else [] if eos is None else [eos]
     new = generate(
         model,
         len(model.spec.layers),
         ids,
         tokens,
-        vocabulary=min(len(tokenizer), model.spec.vocabulary),
+        vocabulary=min(tokenizer.size, model.spec.vocabulary),
         stop=stop,
         temperature=temperature,
         top_p=top_p,

@@ -21,7 +21,7 @@ from tercet.parallel.mesh import lay_out
 from tercet.parallel.world import World
 from tercet.spec.families import describe
 from tercet.spec.families.through_transformers import TransformersModel
-from tercet.spec.families.where import tokenizer_place
+from tercet.spec.families.where import locate, tokenizer_place
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import FORMAT, RunFolder
@@ -253,7 +253,16 @@ def _write_model(recipe: Recipe, run: RunFolder, spec: Model, prepared: Prepared
     temporary = run.path / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     ids = {"eos": prepared.eos_id, "bos": prepared.bos_id, "pad": prepared.pad_id}
-    save_folder(temporary, spec, engine.weights(), DTYPES[_model_dtype(recipe)], prepared.tokenizer_folder, ids)
+    save_folder(
+        temporary,
+        spec,
+        engine.weights(),
+        DTYPES[_model_dtype(recipe)],
+        prepared.tokenizer_folder,
+        ids,
+        source=locate(recipe.model.path) if recipe.model.path else None,
+        new_tokenizer=recipe.data.tokenizer != "model",
+    )
     shutil.rmtree(run.model, ignore_errors=True)
     temporary.rename(run.model)
 

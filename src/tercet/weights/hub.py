@@ -42,8 +42,8 @@ class RemoteFile:
 
 def ensure_here(section: ModelSection, say: Say = lambda text: None) -> None:
     """Fetch a recipe's model when it is a hub name whose weights are needed and not here yet."""
-    if section.path is None or section.init == "random":
-        return
+    if section.path is None or section.init == "random" or Path(section.path).expanduser().exists():
+        return  # what lies here wins over a repository of the same name
     if section.path.startswith(MODELSCOPE) or is_hub_name(section.path):
         place = locate(section.path)
         if place is None or not (place.is_file() or any(place.glob("*.safetensors"))):

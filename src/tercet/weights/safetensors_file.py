@@ -2,13 +2,12 @@
 
 Ranks that fill their shards read: mapped pages count as memory of every process that touched them, so three ranks that read
 one file would seem to hold it three times, and on a card machine with little host memory the difference between
-"cached" and "held" decides. Whoever uses the weights as they lie maps: nothing is copied. The format (eight bytes of length, a JSON header, then the bytes) is read here for
+"cached" and "held" decides. Whoever uses the weights as they lie maps: nothing is copied. The format is read here for
 that reason alone; writing stays with the safetensors library. See docs/decisions/0020.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tercet.errors import InputError
+from tercet.spec.families.safetensors_header import read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,30 +49,17 @@ class SafetensorsFile:
     def __init__(self, path: Path, mapped: bool = False):
         self.path, self._mapped = path, mapped
         self._map: Tensor | None = None
+        self._header = read_header(path)
         self._file = path.open("rb", buffering=0)
-        try:
-            length = int.from_bytes(self._file.read(8), "little")
-            header = json.loads(self._file.read(length))
-        except (ValueError, OverflowError, MemoryError):
-            raise InputError(f"{path} is not a safetensors file") from None
-        header.pop("__metadata__", None)
-        self._header = header
-        self._begin = 8 + length
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        size = path.stat().st_size
-        if size < self._begin + end:
-            raise InputError(
-                f"{path} is cut short: {size} bytes, its header speaks of {self._begin + end}", "Fetch it again."
-            )
 
     def names(self) -> list[str]:
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._header[name]["shape"])
+        return self._header[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        word = self._header[name]["dtype"]
+        word = self._header[name].dtype
         if word not in DTYPES:
             raise InputError(f"{self.path}: {name} has the type {word}, which is not read")
         return DTYPES[word]
@@ -85,7 +72,7 @@ class SafetensorsFile:
         out = torch.empty(max(0, min(end, shape[0]) - begin), *shape[1:], dtype=self.dtype(name))
         row_bytes = prod(shape[1:]) * out.element_size()
         if out.numel():
-            place = self._begin + self._header[name]["data_offsets"][0] + begin * row_bytes
+            place = self._header[name].begin + begin * row_bytes
             target, have = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
             while have < len(target):  # one read returns 2 GB at most
                 got = self._read(target[have:], place + have)
@@ -108,7 +95,7 @@ class SafetensorsFile:
             self._map = torch.empty(0, dtype=torch.uint8).set_(
                 torch.UntypedStorage.from_file(str(self.path), False, size)
             )
-        first, last = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        first, last = self._header[name].begin, self._header[name].end
         dtype = self.dtype(name)
         if first % dtype.itemsize:
             return None

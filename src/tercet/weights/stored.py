@@ -7,7 +7,6 @@ error that lists names: a model that is half random looks like one that trains b
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from tercet.errors import InputError, listed
 from tercet.spec.families import read_config
-from tercet.spec.families.names import Part, parts, plain, shared_copies
+from tercet.spec.families.names import Part, parts, plain_names, shared_copies
+from tercet.spec.families.safetensors_header import tensor_files
 from tercet.spec.model import Model
 from tercet.spec.model import Tensor as Description
 from tercet.weights.safetensors_file import SafetensorsFile
@@ -28,6 +28,10 @@ from tercet.weights.safetensors_file import SafetensorsFile
 READERS = 4  # tensors read at once
 SCALES = "_scale_inv"  # DeepSeek's FP8 files: weight_scale_inv holds what each block is multiplied with
 _TABLES = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # old files hold these; they follow from config
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096
 
 
 class Files(Protocol):
@@ -51,10 +55,9 @@ class SafetensorsFolder:
         self._mapped = mapped
         self.where = str(folder)
         self._open: dict[Path, SafetensorsFile] = {}
-        self._file: dict[str, Path] = {}
-        self._stored: dict[str, str] = {}  # plain name -> name in the file
-        for name, path in weight_files(folder).items():
-            self._file[plain(name)], self._stored[plain(name)] = path, name
+        files = weight_files(folder)
+        self._stored = plain_names(files, folder)  # plain name -> name in the file
+        self._file = {name: files[stored] for name, stored in self._stored.items()}
         self._block = (128, 128)
         if (folder / "config.json").is_file():
             quantization = read_config(folder).get("quantization_config") or {}
@@ -86,19 +89,18 @@ class SafetensorsFolder:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> file. Raises InputError when a file that the index names is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = {n: folder / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        if missing := sorted({f.name for f in files.values() if not f.is_file()}):
-            raise InputError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
-        return files
-    single = folder / "model.safetensors"
-    if not single.is_file():
+    """Return tensor name -> file. Raises InputError when there are none, or the index is damaged or names other places."""
+    files = tensor_files(folder)
+    if files is None:
         found = sorted(p.name for p in folder.glob("*.bin"))
         hint = f"It holds {found[0]}; once: tercet fetch {folder} --import-bin --output {folder}" if found else None
         raise InputError(f"{folder} has no model.safetensors and no index of shards", hint)
-    return dict.fromkeys(SafetensorsFile(single).names(), single)
+    return files
+
+
+def extra_copies(spec: Model) -> set[str]:
+    """Return the names of what a file may hold a second time: a tied head, and the copies in further predictions."""
+    return {part.name for part in shared_copies(spec)} | ({HEAD} if spec.tied else set())
 
 
 class Stored:
@@ -132,6 +134,22 @@ class Stored:
             resized = self._is_vocabulary(self._descriptions[part.tensor]) and shape[1:] == part.shape[1:]
             if shape != part.shape and not (resized and shape[0] <= part.shape[0]):
                 raise InputError(f"{self.files.where}: {name} has shape {shape}, expected {part.shape}")
+
+        self._check_copies(extra_copies(self.spec) & have)
+
+    def _check_copies(self, names: set[str]) -> None:
+        """Raise InputError when what should repeat the embedding or the head is another tensor: it would be dropped."""
+        sources = {part.name: part.tensor for part in shared_copies(self.spec)}
+        for name in sorted(names):
+            source = sources.get(name, EMBEDDING)
+            mine, other = self.files.shape(name), self.files.shape(source)
+            pieces = range(0, mine[0], COMPARED_ROWS) if mine == other else ()
+            same = (torch.equal(*(self.files.read(n, b, b + COMPARED_ROWS) for n in (name, source))) for b in pieces)
+            if mine != other or not all(same):
+                raise InputError(
+                    f"{self.files.where}: {name} should repeat {source}, and differs from it; it would be lost",
+                    "A head of its own is read with model.tied=false." if name == HEAD else None,
+                )
 
     def _known_extra(self, name: str, config: dict[str, Any]) -> bool:
         """Tell tensors that may be left unread: copies, tables, and predictions that the recipe switched off."""

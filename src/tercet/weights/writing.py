@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tercet.errors import InputError
-from tercet.spec.families import FAMILIES
+from tercet.spec.families import FAMILIES, read_config, read_json_object
 from tercet.spec.families.names import parts, shared_copies
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.model import Model
@@ -39,12 +40,17 @@ def save_folder(
     tokenizer_folder: Path | None = None,
     token_ids: dict[str, int | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    source: Path | None = None,
+    new_tokenizer: bool = False,
 ) -> None:
     """Write a folder that transformers' from_pretrained loads. Holds at most one shard in memory.
 
     tensors: (name in memory, tensor) of every parameter of `spec` and every stored buffer, in any order; names
     that `spec` lacks (further predictions that are left out) are skipped. Raises InputError when one is missing or
     has another shape than described.
+
+    source: the folder that the model came from. What it says of token ids and of sampling stays; `token_ids` (eos,
+    bos, pad, as trained) are added where it lacks them, and take their place when the tokenizer is another one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(spec, TransformersModel):
@@ -52,19 +58,43 @@ def save_folder(
     else:
         config = FAMILIES[spec.family].to_hf(spec)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config |= {f"{name}_token_id": i for name, i in (token_ids or {}).items() if i is not None}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    generation = {k: v for k, v in config.items() if k.endswith("_token_id")}
     if tokenizer_folder is not None:
         for file in sorted({f for pattern in TOKENIZER_FILES for f in tokenizer_folder.glob(pattern)}):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-        kept = tokenizer_folder / "generation_config.json"  # sampling settings that came with the model
-        if kept.is_file():
-            generation = {**json.loads(kept.read_text(encoding="utf-8")), **generation}
-    text = json.dumps(generation, indent=2, ensure_ascii=False)
-    (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+    said, generation = _said_by(source or tokenizer_folder)
+    if new_tokenizer:
+        said, generation = {}, {k: v for k, v in generation.items() if not k.endswith("_token_id")}
+    config |= _token_ids(said, token_ids or {})
+    generation = {**generation, **_token_ids({**config, **generation}, token_ids or {})}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation)
     write_shards(folder, _as_stored(spec, tensors, dtype), shard_bytes)
+
+
+def _said_by(folder: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (config, generation settings) of the folder or .gguf file that a model came from, as far as it has them."""
+    if folder is None:
+        return {}, {}
+    here = folder.suffix == ".gguf" or (folder / "config.json").is_file()
+    generation = folder / "generation_config.json"
+    return read_config(folder) if here else {}, read_json_object(generation) if generation.is_file() else {}
+
+
+def _token_ids(said: dict[str, Any], trained: dict[str, int | None]) -> dict[str, Any]:
+    """Return the *_token_id entries: those said, the trained ones where nothing is said. A trained end always ends."""
+    found = {key: value for key, value in said.items() if key.endswith("_token_id") and value is not None}
+    for name, i in trained.items():
+        if i is not None:
+            found.setdefault(f"{name}_token_id", i)
+    end, ends = trained.get("eos"), found.get("eos_token_id")
+    if end is not None and ends != end and end not in (ends := ends if isinstance(ends, list) else [ends]):
+        found["eos_token_id"] = [*ends, end]
+    return found
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _as_stored(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

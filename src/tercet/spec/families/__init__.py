@@ -8,6 +8,9 @@ from typing import Any
 
 from tercet.errors import InputError, nearest
 from tercet.spec.families import deepseek, gguf, llama, qwen, through_transformers
+from tercet.spec.families.config_types import check_types
+from tercet.spec.families.names import plain_names
+from tercet.spec.families.safetensors_header import equal_bytes, tensor_files
 from tercet.spec.families.where import is_hub_name, locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
@@ -37,19 +40,35 @@ def read_config(path: Path) -> dict[str, Any]:
         return gguf.read_config(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json_object(file)
     except FileNotFoundError:
         raise InputError(f"{path} has no config.json", "Give a Hugging Face model folder.") from None
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the mapping that a JSON file holds. Raises InputError that names it (and the line), or FileNotFoundError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{file}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file} holds a {type(found).__name__}, not a mapping of keys to values")
+    return found
 
 
 def from_config(config: dict[str, Any], source: str) -> tuple[Any, dict[str, Any]]:
     """Return (family module, our sizes). Raises InputError for an unknown architecture, or missing or unknown keys."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(_unknown(config, kind, source), f"Known: {', '.join(FAMILIES)}.")
     try:
+        check_types(config)
         return FAMILIES[kind], FAMILIES[kind].from_hf(config)
     except KeyError as missing:
         raise InputError(f"{source}: the key {missing} is missing") from None
@@ -123,6 +142,7 @@ def describe(section: ModelSection) -> Model:
         return through_transformers.describe(place, read_config(place), section.path or "")
     overrides = section.model_dump(exclude={"preset", "path", "init", "module"}, exclude_none=True)
     family, sizes, name = _base(section, overrides)
+    _check_sizes(family, {**sizes, **overrides}, overrides)
     if section.path is None and "heads" in overrides and "kv_heads" not in overrides and sizes.get("kv_heads"):
         # A preset's grouping need not fit other heads; keep the ratio when it does, else one group a head.
         ratio = sizes["heads"] / sizes["kv_heads"]
@@ -130,6 +150,30 @@ def describe(section: ModelSection) -> Model:
     if {"width", "heads"} & overrides.keys() and "head_dim" not in overrides:
         sizes["head_dim"] = None  # follows from width and heads again
     return family.build({**sizes, **overrides}, name)
+
+
+_ONLY_WITH_EXPERTS = frozenset(
+    ("experts_per_token", "shared_experts", "expert_ffn", "dense_layers", "expert_groups", "groups_per_token")
+    + ("expert_scale", "normalize_experts")
+)
+
+_NONE_OF_IT = {"mtp_depth": 0, "shared_experts": 0, "dense_layers": 0}  # said of any family, and true
+
+
+def _check_sizes(family: Any, sizes: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise InputError for sizes in a recipe that a model of this family has not: they would change nothing."""
+    kind = sizes.get("family") or "llama"
+    wrong = []
+    for key in given:
+        if given[key] == _NONE_OF_IT.get(key):
+            continue
+        if key not in family.SIZES[kind]:
+            having = [name for name, module in FAMILIES.items() if key in module.SIZES[name]]
+            wrong.append(f"model.{key} is not a size of the family {kind}; it is one of {', '.join(having)}")
+        elif key in _ONLY_WITH_EXPERTS and not sizes.get("experts"):
+            wrong.append(f"model.{key} changes nothing in a model without experts; model.experts is not given")
+    if wrong:
+        raise InputError("\n".join(wrong), "Take the key out, or choose a family by model.family or model.preset.")
 
 
 def _base(section: ModelSection, overrides: dict[str, Any]) -> tuple[Any, dict[str, Any], str]:
@@ -166,24 +210,20 @@ def _base(section: ModelSection, overrides: dict[str, Any]) -> tuple[Any, dict[s
 
 
 def _as_stored(path: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of what the folder really holds.
+    """Return the sizes of what the folder really holds, where its config says something else.
 
-    A config may announce multi-token prediction whose tensors are not there: transformers saves it so.
+    A config may announce multi-token prediction whose tensors are not there: transformers saves it so. And it may
+    call the head tied where the files hold another one, which then counts, as for transformers.
     """
-    names = stored_names(path) if sizes.get("mtp_depth") and path.is_dir() else None
-    if names is None or any(f"layers.{sizes['layers']}." in name for name in names):
+    if not path.is_dir() or not (sizes.get("mtp_depth") or sizes["tied"]):
         return sizes
-    return {**sizes, "mtp_depth": 0}
-
-
-def stored_names(folder: Path) -> set[str] | None:
-    """Return the tensor names of a folder's safetensors without reading any tensor; None when there are none."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return None
-    with single.open("rb") as file:  # eight bytes of length, then a JSON header: the format's own definition
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return set(header) - {"__metadata__"}
+    files = tensor_files(path)
+    if files is None:
+        return sizes
+    stored = plain_names(files, path)
+    embedding, head = stored.get("model.embed_tokens.weight"), stored.get("lm_head.weight")
+    if sizes["tied"] and embedding and head and not equal_bytes(path, embedding, head):
+        sizes = {**sizes, "tied": False}
+    if sizes.get("mtp_depth") and not any(f"layers.{sizes['layers']}." in name for name in stored):
+        sizes = {**sizes, "mtp_depth": 0}
+    return sizes

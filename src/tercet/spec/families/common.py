@@ -195,6 +195,14 @@ def build_model(sizes: Sizes, name: str, family: str, **fields: Any) -> Model:
     )
 
 
+# Sizes that a model of every family has.
+SHARED_SIZES = frozenset(
+    ("family", "layers", "width", "heads", "ffn", "vocabulary", "context_tokens", "tied", "norm_eps")
+    + ("rope_theta", "rope_scaling")
+)
+GROUPED_SIZES = SHARED_SIZES | {"kv_heads", "head_dim"}
+
+
 def need(sizes: Sizes, keys: Iterable[str], family: str) -> None:
     """Raise InputError that lists the sizes which a model of this family cannot do without."""
     if missing := [f"model.{key}" for key in keys if sizes.get(key) is None]:

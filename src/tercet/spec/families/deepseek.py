@@ -10,6 +10,8 @@ from tercet.spec.blocks.moe import Gate, MoE
 from tercet.spec.blocks.mtp import MTP
 from tercet.spec.blocks.swiglu import SwiGLU
 from tercet.spec.families.common import (
+    GROUPED_SIZES,
+    SHARED_SIZES,
     Config,
     Sizes,
     build_gqa,
@@ -25,6 +27,23 @@ ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+_EXPERT_SIZES = {"experts", "experts_per_token", "shared_experts", "expert_ffn", "dense_layers"}
+_LATENT_SIZES = {
+    "q_rank",
+    "kv_rank",
+    "nope_dim",
+    "rope_dim",
+    "value_dim",
+    "expert_groups",
+    "groups_per_token",
+    "expert_scale",
+}
+SIZES = {
+    "deepseek": GROUPED_SIZES | _EXPERT_SIZES | {"normalize_experts"},
+    "deepseek_v2": SHARED_SIZES | _EXPERT_SIZES | _LATENT_SIZES,
+    "deepseek_v3": SHARED_SIZES | _EXPERT_SIZES | _LATENT_SIZES | {"normalize_experts", "mtp_depth"},
 }
 
 _YARN = {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}

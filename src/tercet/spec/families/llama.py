@@ -7,6 +7,7 @@ from typing import Any
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.swiglu import SwiGLU
 from tercet.spec.families.common import (
+    GROUPED_SIZES,
     Config,
     Sizes,
     build_gqa,
@@ -18,6 +19,8 @@ from tercet.spec.families.common import (
 from tercet.spec.model import Layer, Model
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+
+SIZES = dict.fromkeys(ARCHITECTURES, GROUPED_SIZES)
 
 _LLAMA_3_1 = {
     "rope_type": "llama3",

@@ -7,8 +7,10 @@ The rule is one for every family that has experts (DeepSeek V1–V3, Qwen 3): `m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tercet.errors import InputError
 from tercet.spec.model import Model, Tensor
 
 PREFIXES = ("_orig_mod.", "module.", "base_model.model.")  # left by torch.compile, DDP and peft around a model
@@ -70,3 +72,15 @@ def plain(name: str) -> str:
         for prefix in PREFIXES:
             name = name.removeprefix(prefix)
     return name
+
+
+def plain_names(names: Iterable[str], where: object) -> dict[str, str]:
+    """Return plain name -> name in the files. Raises InputError when two names mean one tensor."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(plain(name), name)) != name:
+            raise InputError(
+                f"{where} holds {other} and {name}, which are two names of one tensor",
+                "Which of the two is meant cannot be known; save the folder again with one of them.",
+            )
+    return found

@@ -8,6 +8,7 @@ from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.moe import Gate, MoE
 from tercet.spec.blocks.swiglu import SwiGLU
 from tercet.spec.families.common import (
+    GROUPED_SIZES,
     Config,
     Sizes,
     build_gqa,
@@ -20,6 +21,11 @@ from tercet.spec.families.common import (
 from tercet.spec.model import Balance, FeedForwardBlock, Layer, Model
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+SIZES = {
+    **dict.fromkeys(("qwen2", "qwen3"), GROUPED_SIZES),
+    "qwen3_moe": GROUPED_SIZES | {"experts", "experts_per_token", "expert_ffn", "normalize_experts"},
+}
 
 
 def _qwen2(width: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Sizes:

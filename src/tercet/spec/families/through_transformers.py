@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,8 @@ from tercet.errors import InputError
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.swiglu import SwiGLU
-from tercet.spec.families.names import plain
+from tercet.spec.families.names import plain_names
+from tercet.spec.families.safetensors_header import SINGLE, read_header, tensor_files
 from tercet.spec.families.where import is_hub_name, locate
 from tercet.spec.model import Layer, Model, Tensor
 from tercet.spec.recipe import ModelSection
@@ -207,23 +207,13 @@ def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Reads no tensor. Raises InputError for a file that is missing or broken.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        shards = ["model.safetensors"]
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for shard in shards:
-        if not (folder / shard).is_file():
-            again = SAVE_WITH_IT.format("from_config(AutoConfig.from_pretrained(PATH))")
-            raise InputError(
-                f"{folder} has no {shard}; model.module=transformers learns names and shapes from safetensors",
-                f"For a random start, save one and give that folder: {again}",
-            )
-        with (folder / shard).open("rb") as file:  # eight bytes of length, then a JSON header: the format's definition
-            try:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            except (ValueError, OverflowError, MemoryError):
-                raise InputError(f"{folder / shard} is not a safetensors file") from None
-        found |= {plain(n): (e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"}
-    return {n: entry for n, entry in found.items() if prod(entry[1])}
+    files = tensor_files(folder)
+    if files is None:
+        again = SAVE_WITH_IT.format("from_config(AutoConfig.from_pretrained(PATH))")
+        raise InputError(
+            f"{folder} has no {SINGLE}; model.module=transformers learns names and shapes from safetensors",
+            f"For a random start, save one and give that folder: {again}",
+        )
+    entries = {name: entry for file in sorted(set(files.values())) for name, entry in read_header(file).items()}
+    found = {name: entries[stored] for name, stored in plain_names(entries, folder).items()}
+    return {name: (entry.dtype, entry.shape) for name, entry in found.items() if prod(entry.shape)}

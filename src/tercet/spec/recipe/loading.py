@@ -78,11 +78,19 @@ def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dic
         raise InputError("\n".join(explain(error, lines))) from None
 
 
+MOST_VALUES = 20_000
+
+
 def read_yaml(text: str, name: str) -> tuple[Any, dict[str, str]]:
     """Return (values, dotted key -> "name, line n"); every scalar stays text. Raises InputError with the line."""
     lines: dict[str, str] = {}
+    seen = 0
 
     def value(node: yaml.Node, key: str) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > MOST_VALUES:  # a few lines of aliases can mean more values than fit in memory
+            raise InputError(f"{name}: more than {MOST_VALUES} values once its aliases are written out")
         lines[key] = f"{name}, line {node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}
@@ -105,7 +113,12 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[str, str]]:
         raise InputError(f"{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {error}") from None
-    return ({} if node is None else value(node, "")), lines
+    except RecursionError:
+        raise InputError(f"{name}: sections within sections without end") from None
+    try:
+        return ({} if node is None else value(node, "")), lines
+    except RecursionError:
+        raise InputError(f"{name}: sections within sections without end") from None
 
 
 def _override_value(text: str, override: str) -> Any:

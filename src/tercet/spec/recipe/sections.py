@@ -121,6 +121,16 @@ class AdapterSection(Section):
     targets: list[str] | str = "all-linear"
     quantize: Literal["none", "nf4"] = "none"
 
+    @model_validator(mode="after")
+    def _kind(self) -> AdapterSection:
+        # A resolved recipe says every key; what was meant as an adapter differs from what is said without one.
+        given = [k for k in self.model_fields_set - {"kind"} if getattr(self, k) != type(self).model_fields[k].default]
+        if not given and "kind" not in self.model_fields_set:
+            given = list(self.model_fields_set)
+        if given and self.kind == "none":
+            raise ValueError(f"{', '.join(sorted(given))} given without an adapter: add kind: lora, or take it out")
+        return self
+
 
 class SourceSection(Section):
     path: str = Field(description="file, folder or glob; package:NAME/FILE for a file of an installed package")
