@@ -125,9 +125,12 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
         device, backend = torch.device("cpu"), "gloo"
     if size > 1:
         store = _meeting(Path(store_file), rank, size, timeout_seconds) if store_file else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
-        )
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+            )
+        except dist.DistNetworkError as error:
+            raise _no_meeting(rank, error) from None
     return World(rank, size, local, device)
 
 
@@ -152,6 +155,35 @@ def _meeting(file: Path, rank: int, size: int, timeout_seconds: float) -> dist.S
             raise TercetError(f"rank {rank}: rank 0 did not open its port within {timeout_seconds:g} s")
         time.sleep(MEETING_POLL_SECONDS)
     return dist.TCPStore("127.0.0.1", int(note.read_text(encoding="ascii")), size, False, timeout)
+
+
+def _no_meeting(rank: int, error: Exception) -> InputError:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    first = str(error).strip().splitlines()[0]
+    if "EADDRINUSE" in str(error):
+        return InputError(
+            f"MASTER_PORT {port} is in use on this machine{_owner(port)}, so rank {rank} cannot open it",
+            "Give every rank another, for example MASTER_PORT=29511; or start with tercet train or "
+            "torchrun --standalone, which need none.",
+        )
+    return InputError(
+        f"rank {rank} cannot meet the others at MASTER_ADDR {address}, MASTER_PORT {port}: {first}",
+        "Rank 0 must run on that machine, be reachable on that port, and be started at about the same time.",
+    )
+
+
+def _owner(port: str) -> str:
+    """Return ", by process N (name)" when the system tells who listens on a port, else ""."""
+    import psutil
+
+    try:
+        found = [
+            c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == int(port)
+        ]
+        pid = next(c.pid for c in found if c.pid)
+        return f", by process {pid} ({psutil.Process(pid).name()})"
+    except (psutil.Error, ValueError, StopIteration, OSError):
+        return ""
 
 
 def close_world(world: World) -> None:

@@ -60,6 +60,10 @@ def plan(
         if machine.corrections:
             where += ", corrected by its finished runs (tercet calibrate)"
         assumed.insert(0, where + (" (--ranks, or describe others with --gpus 3x4090)" if ranks is None else ""))
+    if machine.host_limit is not None:
+        assumed.append(
+            f"host RAM {show_bytes(machine.host_bytes or 0)}: less than the machine has, by {machine.host_limit}"
+        )
     if machine.host_bytes is None:
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
@@ -328,6 +332,7 @@ def machine_json(machine: Machine) -> dict[str, Any]:
         "card": card.name if card else None,
         "usable_bytes": machine.worker_bytes,
         "host_bytes": machine.host_bytes,
+        "host_limit": machine.host_limit,
         "links_bytes_per_s": list(machine.host_links()),
         "peer_access": machine.peers if card else None,
         "measured": machine.measured,

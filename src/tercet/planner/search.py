@@ -159,9 +159,10 @@ class Search:
                 f"{show_bytes(usable)} are usable: {show_bytes(card)} too much"
             )
         else:
+            limited = f" (limited by {self.machine.host_limit})" if self.machine.host_limit else ""
             words = (
                 f"needs {show_bytes(candidate.host_need)} of host RAM, {show_bytes(self.machine.host_bytes or 0)} are "
-                f"there: {show_bytes(host)} more needed"
+                f"there{limited}: {show_bytes(host)} more needed"
             )
         return f"{words}; {self.way_out(candidate)}"
 

@@ -164,8 +164,9 @@ SENSORS = (
 HOT_CELSIUS = 84  # GeForce cards begin to throttle at 83 to 88
 
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksThrottleReasons).
+POWER_CAP = 0x4
 THROTTLES = {
-    0x4: "power cap",
+    POWER_CAP: "power cap",
     0x8: "hardware slowdown",
     0x20: "heat (software)",
     0x40: "heat (hardware)",
@@ -181,12 +182,21 @@ def sensors() -> list[dict[str, str]]:
     ]
 
 
+def throttles_of(row: dict[str, str]) -> list[str]:
+    """Return what slows a card down just now."""
+    try:
+        active = int(row.get("clocks_throttle_reasons.active", "0"), 16)
+    except ValueError:
+        active = 0
+    return [what for bit, what in THROTTLES.items() if active & bit]
+
+
 def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
     """Say which cards are hot, throttled, or in a narrow slot (E21, E02)."""
     result = []
     for row in rows:
         name = f"card {row.get('index')} ({row.get('name')})"
-        heat = _number(row.get("temperature.gpu"))
+        heat = number_of(row.get("temperature.gpu"))
         if heat is not None and heat >= HOT_CELSIUS:
             result.append(
                 Finding(
@@ -195,16 +205,10 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
                     "Check fans; a lower power cap: nvidia-smi -pl WATTS.",
                 )
             )
-        try:
-            active = int(row.get("clocks_throttle_reasons.active", "0"), 16)
-        except ValueError:
-            active = 0
-        reasons = [what for bit, what in THROTTLES.items() if active & bit]
-        if reasons:
-            result.append(
-                Finding("warning" if active & 0xE8 else "note", f"{name} is slowed down by: {', '.join(reasons)}")
-            )
-        width, most = _number(row.get("pcie.link.width.current")), _number(row.get("pcie.link.width.max"))
+        if reasons := throttles_of(row):
+            level = "note" if reasons == [THROTTLES[POWER_CAP]] else "warning"
+            result.append(Finding(level, f"{name} is slowed down by: {', '.join(reasons)}"))
+        width, most = number_of(row.get("pcie.link.width.current")), number_of(row.get("pcie.link.width.max"))
         if width is not None and most is not None and width < most:
             result.append(
                 Finding(
@@ -213,7 +217,7 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
                     "Another slot, or the board shares lanes.",
                 )
             )
-    limits = [p for row in rows if (p := _number(row.get("power.limit"))) is not None]
+    limits = [p for row in rows if (p := number_of(row.get("power.limit"))) is not None]
     if len(limits) > 1 and sum(limits) > 900:
         result.append(
             Finding(
@@ -225,7 +229,8 @@ def sensor_findings(rows: list[dict[str, str]]) -> list[Finding]:
     return result
 
 
-def _number(text: str | None) -> float | None:
+def number_of(text: str | None) -> float | None:
+    """Return a sensor's number; None for "[N/A]" and its like."""
     try:
         return float(text or "")
     except ValueError:

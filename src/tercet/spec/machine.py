@@ -19,6 +19,7 @@ import orjson
 
 from tercet.errors import InputError, nearest
 from tercet.places import config_folder
+from tercet.spec.memory_limit import memory_limit
 from tercet.units import parse_bytes
 
 GIB = 2**30
@@ -163,6 +164,7 @@ class Machine:
     card: Gpu | None
     lanes: tuple[int, ...] | None = None
     host_bytes: int | None = None
+    host_limit: str | None = None  # who allows no more than host_bytes, when that is less than the machine has
     disk_bytes: int | None = None
     peer_access: bool | None = None
     measured: dict[str, float] = field(default_factory=dict, hash=False)
@@ -276,7 +278,7 @@ def machine_of(
             if found.card is None:
                 raise InputError("--links describes cards, and this machine has none", "Name them: --gpus 3x4090")
             found = replace(found, lanes=parse_links(links, found.ranks))
-        return replace(found, host_bytes=host) if host is not None else found
+        return replace(found, host_bytes=host, host_limit=None) if host is not None else found
     count, card = parse_gpus(gpus)
     if ranks is not None and ranks > count:
         raise InputError(f"--ranks {ranks} exceeds the {count} cards of --gpus {gpus}")
@@ -332,6 +334,10 @@ def this_machine(ranks: int | None = None) -> Machine:
     import psutil
 
     memory = psutil.virtual_memory().total
+    limit = memory_limit(ranks or DEFAULT_CPU_RANKS)
+    host_limit = None
+    if limit is not None and limit.bytes < memory:  # the smaller limit rules
+        memory, host_limit = limit.bytes, limit.source
     content = read_machine_file() or {}
     measured = {k: float(v) for k, v in content.get("measured", {}).items() if k in MEASURED}
     at = content.get("measured_at")
@@ -344,6 +350,7 @@ def this_machine(ranks: int | None = None) -> Machine:
             ranks=ranks or DEFAULT_CPU_RANKS,
             card=None,
             host_bytes=memory,
+            host_limit=host_limit,
             name="this machine (CPU)",
             measured=measured if content.get("kind") == "cpu" else {},
             measured_at=at,
@@ -362,6 +369,7 @@ def this_machine(ranks: int | None = None) -> Machine:
         card=card,
         lanes=lanes[:count] if len(lanes) == len(cards) else None,
         host_bytes=memory,
+        host_limit=host_limit,
         peer_access=content.get("peer_access"),
         measured=measured if content.get("kind") == "gpu" else {},
         measured_at=at,

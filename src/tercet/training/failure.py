@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from tercet.errors import InterruptedRun, TercetError
+from tercet.spec.memory_limit import memory_limit
 from tercet.spec.run_folder import RunFolder, read_json
 from tercet.training.session import resume_command
 from tercet.units import show_bytes
@@ -38,7 +39,7 @@ def first_error(
     waited = [rank for rank, number in killed if number == signal.SIGABRT and _timed_out(run.log_of(rank))]
     killed = [(rank, number) for rank, number in killed if rank not in waited]
     if killed:
-        return _killed(*killed[0], run)
+        return _killed(*killed[0], run, len(codes))
     echoes = [r for r in reports if r["echo"]]
     if ended_here and (echoes or waited):  # the others waited for ranks that never came
         return absent(
@@ -106,13 +107,15 @@ def _rebuilt(kind: type[TercetError], message: str, hint: str | None) -> TercetE
     return error
 
 
-def _killed(rank: int, number: int, run: RunFolder) -> TercetError:
+def _killed(rank: int, number: int, run: RunFolder, ranks: int) -> TercetError:
     name = signal.Signals(number).name
     text = f"rank {rank} was killed by signal {number} ({name})"
     if number == signal.SIGKILL:
-        memory = psutil.virtual_memory()
-        text += (
-            "; if you did not do that, it was probably the kernel, for want of host RAM "
-            f"({show_bytes(memory.total)} in this machine, {show_bytes(memory.available)} available now)"
-        )
+        memory, limit = psutil.virtual_memory(), memory_limit(ranks)
+        allowed = f"{show_bytes(memory.total)} in this machine, {show_bytes(memory.available)} available now"
+        if limit is not None and limit.bytes < memory.total:
+            allowed = f"{show_bytes(limit.bytes)} allowed by {limit.source}; {allowed}"
+        if planned := (run.read_plan() or {}).get("host_bytes"):
+            allowed = f"{show_bytes(planned)} were planned; {allowed}"
+        text += f"; if you did not do that, it was probably the kernel, for want of host RAM ({allowed})"
     return TercetError(text, f"{resume_command(run)}. Its log: {run.log_of(rank)}")

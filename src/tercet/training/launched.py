@@ -15,11 +15,13 @@ from pathlib import Path
 from tercet.errors import InputError, TercetError
 from tercet.parallel.bond import die_with_parent
 from tercet.parallel.world import World, launch_variables, open_world
+from tercet.planner.launcher_files.conflicts import conflicts
+from tercet.planner.launcher_files.read import read_file
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy
 from tercet.training.failure import error_reports, first_error
-from tercet.training.launcher import asked_by_launcher, contradictions, how_started, launcher_name
+from tercet.training.launcher import asked_by_launcher, contradictions, deepspeed_file, how_started, launcher_name
 from tercet.training.rank import STACK_SIGNAL, leave_at_once, run_as_rank
 from tercet.training.session import Asked, Session
 from tercet.training.stop import Stop
@@ -157,7 +159,7 @@ def _prepare_swap(swap: Swap | None, world: World) -> None:
 
 
 def _compare_with_launcher(session: Session) -> None:
-    """Refuse a launcher's file that contradicts a DeepSpeed recipe; where only the recipe acts, say so."""
+    """Refuse a launcher's file that contradicts the recipe, key by key; say what of it does not count here."""
     recipe, strategy = session.recipe, Strategy(**session.plan["strategy"])
     differing = contradictions(asked_by_launcher(), strategy, recipe.train.precision)
     precision = differing.pop("train.precision", None)
@@ -165,15 +167,22 @@ def _compare_with_launcher(session: Session) -> None:
         session.say(
             f"mixed_precision is {precision[0]} in the launcher's file; the recipe counts: train.precision is {precision[1]}"
         )
-    if not differing:
-        return
-    change = " ".join(f"{key}={theirs}" for key, (theirs, _) in differing.items())
-    if strategy.engine == "deepspeed":
-        sentences = [
-            f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()
-        ]
-        raise InputError("; ".join(sentences), f"Change the file, or follow it with: {change}")
-    session.say(
-        f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine} "
-        f"(follow the file with: {change})"
-    )
+    engine = differing.pop("strategy.engine", None)
+    sentences = [
+        f"{k} is {ours} in the recipe, {theirs} in the launcher's file" for k, (theirs, ours) in differing.items()
+    ]
+    changes = [f"{key}={theirs}" for key, (theirs, _) in differing.items()]
+    if (file := deepspeed_file()) is not None:
+        found = conflicts(read_file(file), recipe, strategy)
+        sentences += [f"{file}: {c}" for c in found]
+        changes += [c.override for c in found if c.override]
+    if engine is not None:
+        changes.insert(0, f"strategy.engine={engine[0]}")
+    if sentences:
+        if engine is not None:
+            sentences.insert(0, f"strategy.engine is {engine[1]} in the recipe, the launcher's file is for {engine[0]}")
+        raise InputError(
+            "\n".join(sentences), f"Change the file, or follow it with: {' '.join(dict.fromkeys(changes))}"
+        )
+    if engine is not None:
+        session.say(f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine}")

@@ -42,7 +42,7 @@ def asked_by_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, 
         return {}
     asked = {"strategy.engine": "deepspeed"}
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
-        return asked  # a file of its own, which tercet plan --deepspeed-config reads
+        return asked  # a file of its own: deepspeed_file()
     names = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "strategy.zero",
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "strategy.offload.optimizer",
@@ -53,6 +53,13 @@ def asked_by_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, 
     if precision != "no":
         asked["train.precision"] = precision
     return asked
+
+
+def deepspeed_file(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the DeepSpeed JSON that an Accelerate file names, or None."""
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
+        return None
+    return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
 
 
 def contradictions(asked: Mapping[str, str], strategy: Strategy, precision: str) -> dict[str, tuple[str, str]]:

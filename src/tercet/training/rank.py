@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -17,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from tercet.errors import InterruptedRun, TercetError, file_error
 from tercet.parallel.bond import die_with_parent
+from tercet.spec.memory_limit import memory_limit
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.training.console import ConsoleFile
 from tercet.training.launcher import how_started
 from tercet.training.pace import BEFORE_A_STEP, RECENT_STEPS, sentence
 from tercet.training.stop import Stop
+from tercet.training.warned import WARNED, show_warnings
+from tercet.units import show_bytes
 
 if TYPE_CHECKING:
     from tercet.parallel.world import World
 
+NO_HOST_MEMORY = ("can't allocate memory", "std::bad_alloc", "Cannot allocate memory")  # torch's and the system's words
 STACK_SIGNAL = signal.SIGUSR1  # the supervisor asks a rank that does not answer for its stack
 
 
@@ -61,11 +64,7 @@ class Rank:
         self.console = ConsoleFile(self._kept[1], encoding, sys.stderr)
         faulthandler.enable(sys.stderr)
         faulthandler.register(STACK_SIGNAL, sys.stderr)
-        # Warnings of any rank reach the user, with the rank's number; everything else stays in its log.
-        warnings = logging.StreamHandler(self.console)
-        warnings.setLevel(logging.WARNING)
-        warnings.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-        logging.getLogger("tercet").addHandler(warnings)
+        show_warnings(self.console, rank, run.logs / WARNED)
         print(f"rank {rank}: process {os.getpid()} started {time.strftime('%F %T')}", flush=True)
 
     def give_back(self) -> None:
@@ -122,9 +121,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "interrupted": False,
         "echo": is_collective_failure(error),
     }
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    no_host_memory = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_HOST_MEMORY)
+    if no_host_memory or isinstance(error, torch.OutOfMemoryError):
         content["message"] = f"out of memory: {error}"
         content["hint"] = "Lower strategy.micro_batch, set strategy.recompute=full, or see: tercet plan RECIPE"
+        if no_host_memory and (limit := memory_limit(int(os.environ.get("WORLD_SIZE", "1")))):
+            content["hint"] += f". Host memory is limited to {show_bytes(limit.bytes)} by {limit.source}"
     return content
 
 

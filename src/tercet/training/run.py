@@ -29,7 +29,7 @@ from tercet.spec.strategy import Strategy
 from tercet.training.checkpoint import Checkpoints, find_checkpoint
 from tercet.training.loop import Loop, Progress, peak_bytes
 from tercet.training.record import Recorder, preparation_bar, write_json
-from tercet.training.schedule import further_terms
+from tercet.training.schedule import further_terms, schedule_remarks
 from tercet.training.stop import Stop
 from tercet.training.swap import swap_folder
 from tercet.weights.reading import DTYPES, stored_weights
@@ -62,6 +62,8 @@ def run_rank(
         world = lay_out(world, strategy.mesh)
         loader = Loader(prepared, recipe.train.batch_sequences, recipe.train.seed)
         total_steps = steps_of(recipe, loader.rows_per_epoch)
+        for remark in schedule_remarks(recipe.optim, total_steps):
+            say(remark)
         engine = _engine(recipe, run, spec, strategy, prepared, world)
         progress = _resume(run, engine, world, say)
     record = None

@@ -35,6 +35,30 @@ def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
     return optim.lr * factor
 
 
+def schedule_remarks(optim: OptimSection, total_steps: int) -> list[str]:
+    """Return what in a schedule is probably not what was meant, and what was."""
+    remarks, warmup = [], optim.warmup_steps
+    last = learning_rate(optim, total_steps - 1, total_steps)
+    if warmup >= total_steps > 1:
+        remarks.append(
+            f"optim.warmup_steps is {warmup} and the run has {total_steps} steps: all of it is warm-up, the rate ends at "
+            f"{last / optim.lr:.0%} of optim.lr and the {optim.schedule} schedule never begins; probably meant: "
+            f"optim.warmup_steps={total_steps // 10}"
+        )
+    decay = optim.decay_steps
+    if optim.schedule == "wsd" and decay != "auto" and decay > max(0, total_steps - warmup):
+        remarks.append(
+            f"optim.decay_steps is {decay}, but only {max(0, total_steps - warmup)} of {total_steps} steps come after the "
+            f"warm-up: the decay is as long as those; probably meant: optim.decay_steps={total_steps // 5}"
+        )
+    if last == 0:
+        remarks.append(
+            f"the last step's learning rate is 0 (optim.schedule {optim.schedule}, optim.min_lr_ratio "
+            f"{optim.min_lr_ratio:g}): that step changes nothing; probably meant: optim.min_lr_ratio=0.1"
+        )
+    return remarks
+
+
 def further_terms(train: TrainSection, model: Model, step: int, total_steps: int) -> Terms:
     """Return what optimizer step `step` (0-based) learns besides the main loss; auto is what the family used."""
     done, chosen, own = step / max(1, total_steps), train.balance, model.balance

@@ -21,6 +21,7 @@ from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
 from tercet.training.preflight import check_files, check_output, check_tokenizer, make_plan
+from tercet.training.warned import WARNED
 
 FIXED_ON_RESUME = ("model", "data", "train.seed", "train.batch_sequences", "adapter")
 
@@ -121,6 +122,7 @@ class Session:
         run.logs.mkdir(parents=True, exist_ok=True)
         for old in run.logs.glob("error-rank-*.json"):
             old.unlink()
+        shutil.rmtree(run.logs / WARNED, ignore_errors=True)
         for key, (old, new) in self.changes.items():
             self.say(f"changed: {key}: {old} -> {new}")
         write_run(run, self.recipe, self.plan)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from tercet import children
 from tercet.errors import InterruptedRun, TercetError
+from tercet.training.cards import CardWatch
 from tercet.training.failure import first_error
 from tercet.training.pace import stopping_line
-from tercet.training.session import Asked, Session
+from tercet.training.session import Asked, Session, resume_command
 from tercet.training.stop import Stop
 from tercet.training.swap import Swap
 
@@ -107,6 +108,7 @@ class _Ranks:
         self._asked = False
         self._started = time.time()
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._cards: CardWatch | None = None
 
     def run(self) -> None:
         """Return when all ranks have ended well. Raises the first real error otherwise; no rank is left."""
@@ -118,11 +120,17 @@ class _Ranks:
                     raise InterruptedRun("stopped while the ranks were starting")
                 self._ranks.append(self._start(rank, f"{meeting}/store"))
             self._session.hold([p.pid for p in self._ranks])
-            self._watch()
+            with CardWatch(self._session.run, self._session.ranks, self._session.say) as self._cards:
+                self._watch()
         finally:
             self._end_all()
             shutil.rmtree(meeting, ignore_errors=True)
         codes = [p.returncode for p in self._ranks]
+        if any(codes) and self._cards is not None and self._cards.lost:
+            raise TercetError(
+                f"{self._cards.lost}; the run has ended",
+                f"Check its power cable and slot, and restart the machine. {resume_command(self._session.run)}",
+            )
         if any(codes):
             raise first_error(self._session.run, codes, self._why_stopped(), self._ended_here)
 
@@ -159,7 +167,7 @@ class _Ranks:
             if self._stop.discarded:
                 return
             self._pass_on()
-            ended_badly = [p for p in self._ranks if p.poll()]
+            ended_badly = any(p.poll() for p in self._ranks) or (self._cards is not None and self._cards.lost)
             if not ended_badly:
                 continue
             if failed_at is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tercet.errors import InputError
 from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
+from tercet.planner.launcher_files.conflicts import conflicts
 from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed, read_file
 from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
@@ -15,6 +17,7 @@ from tercet.planner.table import need_line
 from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import machine_of, parse_gpus
+from tercet.spec.recipe import load_recipe
 from tercet.spec.strategy import Work, not_built, resolve
 
 
@@ -62,6 +65,7 @@ def plan_from_files(
             "notes": ["name a model to see what this would take"],
             "assumed": [],
         }
+    lines += _conflict_lines(name, overrides, deepspeed)
     if ranks and not machine.get("gpus"):
         machine = {**machine, "ranks": ranks}
     if found.batch and not machine.get("batch"):
@@ -74,6 +78,16 @@ def plan_from_files(
         "read": [*lines, *asked_lines(asked), "What the planner would take instead:"],
         "asked": asked,
     }
+
+
+def _conflict_lines(name: str, overrides: list[str], deepspeed: str | None) -> list[str]:
+    """Return a line per key in which the DeepSpeed file and the recipe differ; none for a bare model."""
+    try:
+        recipe = load_recipe(name, overrides)
+    except InputError:  # a preset or a folder: it says nothing that could be contradicted
+        return []
+    found = conflicts(read_file(deepspeed), recipe) if deepspeed else []
+    return [f"  conflict: {c}" for c in found]
 
 
 def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[str, Any]:
