@@ -33,7 +33,7 @@ def test_hangups_save_and_end(cli, how):
     process.send_signal(signal.SIGHUP)
     time.sleep(0.4)  # longer than two that count as one: shell and kernel each send theirs
     if process.poll() is None:
-        process.send_signal(signal.SIGHUP if how == "hangup twice" else signal.SIGHUP)
+        process.send_signal(signal.SIGHUP if how == "hangup twice" else signal.SIGTERM)
     done = cli.finish(process, 130)
     assert gone(ranks)
     assert f"tercet train --resume {cli.folder}/run" in done.stderr
@@ -84,6 +84,7 @@ def test_a_reader_that_goes_does_not_end_the_run(cli, stream):
     assert "run folder" in (cli.folder / "run" / "logs" / "session.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_reading_does_not_hold_up_the_run(cli):
     """A paused terminal: its buffer is full from the start, and nobody reads until the run has ended."""
     read, write = os.pipe()
@@ -103,10 +104,11 @@ def test_a_reader_that_stops_reading_does_not_hold_up_the_run(cli):
     assert len(cli.losses("run")) == 30
 
 
+@pytest.mark.slow
 def test_nohup_is_left_alone(cli):
     process = subprocess.Popen(
         [sys.executable, "-m", "tercet", "train", "small.yaml", "--ranks", "1", "--output", "run", *QUICK],
-        cwd=cli.folder, env=cli.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        cwd=cli.folder, env=cli.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )  # fmt: skip
     cli.wait_for_step("run", 1, process)

@@ -27,7 +27,7 @@ class Stop:
         self.discarded = False
         self.first, self._again = first, again
         self._interruptible = False
-        self._since = 0.0
+        self._asked_at: float | None = None  # by a person: of the first Ctrl-C or SIGTERM
         self._before: dict[signal.Signals, object] = {}
 
     def install(self) -> None:
@@ -55,13 +55,15 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.requested:
-            if number != signal.SIGHUP and now - self._since > TOGETHER_SECONDS:
+        if number != signal.SIGHUP:
+            if self._asked_at is not None and now - self._asked_at > TOGETHER_SECONDS:
                 self.discarded = True
                 if self._again is not None:
                     self._again()
+            self._asked_at = self._asked_at or now
+        if self.requested:
             return
-        self.requested, self._since = True, now
+        self.requested = True
         if self.first is not None:
             self.first()
         if self._interruptible:
