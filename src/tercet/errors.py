@@ -34,6 +34,10 @@ class InputError(TercetError):
     exit_code = 2
 
 
+class RunError(TercetError):
+    """Raised on all ranks alike, after they have agreed: the message says itself whose fault it is."""
+
+
 class NotLegalError(TercetError):
     """The run will not fit or the strategy is not legal; `why` holds one sentence per reason."""
 

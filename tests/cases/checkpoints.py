@@ -14,12 +14,14 @@ from tercet.engine.shards import Part, Save
 from tercet.parallel.world import World
 from tercet.spec.run_folder import RunFolder
 from tercet.training.checkpoint import Checkpoints
+from tercet.training.disk import Disk
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 class SmallEngine:
-    def __init__(self, rank: int = 0, delays: bool = False):
+    def __init__(self, rank: int = 0, delays: bool = False, background: bool = False):
+        self.background = background
         self.rank, self.value = rank, torch.arange(64, dtype=torch.float32).view(8, 8)
         self._random = random.Random(rank) if delays else None
 
@@ -27,14 +29,28 @@ class SmallEngine:
         if self._random:
             time.sleep(self._random.random() * 0.004)
         position = {"steps_done": 0, "updates": 0}
-        save = Save(
-            [Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value.clone()}, {"w": 0})],
-            position,
-            False,
-        )
+        part = Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value}, {"w": 0})
+        save = Save(lambda: [part], position, self.background)
         if self._random:
             time.sleep(self._random.random() * 0.004)
         return save
+
+
+class Said:
+    """Stands for rank 0's recorder: keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.events: list[tuple[str, int]] = []
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        self.events.append((kind, step))
+
+    def flush(self) -> None:
+        pass
 
 
 def checkpoints(
@@ -44,8 +60,10 @@ def checkpoints(
     disk_full: str = "stop",
     say: Callable[[str], Any] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
+    record: Any = None,
 ) -> Checkpoints:
-    return Checkpoints(RunFolder(folder), world, keep, disk_full, 1000, say, stop)
+    run = RunFolder(folder)
+    return Checkpoints(run, world, Disk(run, world, disk_full, say, stop), keep, 1000, record)
 
 
 def state(step: int, loss: float | None = None) -> dict[str, Any]:

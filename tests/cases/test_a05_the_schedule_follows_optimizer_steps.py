@@ -74,8 +74,8 @@ class FakeCheckpoints:
     def save(self, engine, state):
         self.last_step = state["step"]
 
-    def poll(self):
-        pass
+    def writing(self):
+        return False
 
     def finish(self):
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tercet.parallel.world import World
@@ -11,7 +12,7 @@ from tests.cases.checkpoints import SmallEngine, checkpoints, state
 
 def save_many(world: World, folder: str, as_nodes: bool) -> int:
     if as_nodes:  # three machines that share the folder: every rank is local rank 0
-        world = World(world.rank, world.size, 0, world.device)
+        world = replace(world, local_rank=0)
     keeper = checkpoints(Path(folder), world)
     for step in range(1, 26):
         keeper.save(SmallEngine(world.rank, delays=True), state(step))

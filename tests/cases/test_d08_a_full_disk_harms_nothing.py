@@ -8,12 +8,12 @@ import shutil
 
 import pytest
 
-from tercet.engine import shards
 from tercet.errors import TercetError
 from tercet.spec.run_folder import RunFolder
-from tercet.training import checkpoint
+from tercet.training import disk
 from tercet.training.checkpoint import fault_of, steps_in
 from tercet.training.record import Recorder
+from tercet.weights import writing
 from tests.cases.checkpoints import SmallEngine, checkpoints, state
 
 Usage = collections.namedtuple("Usage", "total used free")
@@ -21,7 +21,7 @@ Usage = collections.namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def keeper_with_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(disk, "POLL_SECONDS", 0.001)
     checkpoints(tmp_path).save(SmallEngine(), state(1))
     return tmp_path
 
@@ -34,7 +34,7 @@ def intact(folder) -> None:
 
 def fail_in_the_middle(monkeypatch, times: int) -> None:
     """The writer runs out of space after some bytes, as often as `times` says."""
-    save, left = shards.save_file, [times]
+    save, left = writing.save_file, [times]
 
     def write(tensors, path, metadata):
         save(tensors, path, metadata)
@@ -43,7 +43,7 @@ def fail_in_the_middle(monkeypatch, times: int) -> None:
             path.write_bytes(path.read_bytes()[:100])
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(shards, "save_file", write)
+    monkeypatch.setattr(writing, "save_file", write)
 
 
 def test_stop_policy_says_what_it_needs(keeper_with_one, monkeypatch):
@@ -91,6 +91,9 @@ def test_events_wait_in_memory_for_space(tmp_path):
             if broken[0]:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real.write(data)
+
+        def fileno(self):
+            return real.fileno()
 
         def close(self):
             real.close()

@@ -66,10 +66,16 @@ class StepResult:
 class SaveHandle(Protocol):
     """A save that may still be running. Every rank holds its own."""
 
+    background: bool  # whether it goes on behind the next steps, from copies
+
     def done(self) -> bool: ...
 
     def wait(self) -> dict[str, Any]:
         """Return {file name: {"bytes", "blake2b"}} of what this rank wrote; raises what the writing raised."""
+        ...
+
+    def again(self) -> None:
+        """Write the same state once more, after a full disk. Not in the background: only before the next step."""
         ...
 
 
@@ -87,7 +93,10 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path) -> SaveHandle:
-        """Write this rank's part of weights and optimizer state into an existing folder."""
+        """Write this rank's part of weights and optimizer state, as they are now, into an existing folder.
+
+        Involves no other rank; what fails in the writing is raised by the handle's wait().
+        """
         ...
 
     def load(self, folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tercet.engine import MicroBatch, StepResult, Terms
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
+from tercet.engine.shards import Part, Provider, Reader, Save, on_cards, restored
 from tercet.errors import InputError
 from tercet.model.balance import Balancer
 from tercet.model.build import fill_parameters, make_buffers
@@ -247,14 +247,15 @@ class NativeEngine:
         return found
 
     def save(self, folder: Path) -> Save:
-        # From a card the copy to the host is taken now and written behind the next steps. On the CPU a copy would
-        # cost what it saves, so the file is written at once.
         rows = self._saved_rows()
-        tensors = {key: on_cpu(tensor) for key, tensor, _ in rows}
-        begins = {key.partition("/")[2]: begin for key, _, begin in rows}
-        path = folder / f"rank-{self.world.rank}.safetensors"
+        part = Part(
+            folder / f"rank-{self.world.rank}.safetensors",
+            {key: tensor for key, tensor, _ in rows},
+            {key.partition("/")[2]: begin for key, _, begin in rows},
+        )
         position = {"steps_done": self.steps_done, "updates": self._updates}
-        return Save([Part(path, tensors, begins)], position, background=self.world.device.type != "cpu")
+        # Where the parameters' state lies decides: the experts' biases are on the card whatever is offloaded.
+        return Save(lambda: [part], position, background=on_cards(part.value for part in self.layout.parts))
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:

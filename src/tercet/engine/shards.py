@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tercet.errors import InputError
-from tercet.weights.safetensors_file import save_file
+from tercet.weights.writing import save_tensors
 
 
 def file_hash(path: Path) -> str:
@@ -46,22 +46,34 @@ class Part:
 class Save:
     """One rank's files being written, in a thread of its own when `background`.
 
-    Parts are asked for one after another, so an engine whose state is not in memory brings it piece by piece; in the
-    background they are all taken first.
+    What is saved is of one step. In the background every tensor is copied first, wherever it lies, since the next
+    step changes it; parts are then all taken at once. Otherwise they are asked for and written one after another
+    before this returns, so an engine whose state is not in memory brings it piece by piece.
     """
 
     def __init__(
         self,
-        parts: Iterable[Part],
+        parts: Callable[[], Iterable[Part]],
         position: dict[str, Any],
         background: bool,
         layout: str = "rows",
         engine: str = "native",
     ):
         """`position`: the engine's counts of steps."""
-        self._parts, self._error, self._result = list(parts) if background else parts, None, {}
+        self.background = background
         self._metadata = {"position": json.dumps(position), "layout": layout, "engine": engine}
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
+        if background:
+            copies = [replace(part, tensors={k: copied(t) for k, t in part.tensors.items()}) for part in parts()]
+            self._parts: Callable[[], Iterable[Part]] = lambda: copies
+        else:
+            self._parts = parts
+        self.again()
+
+    def again(self) -> None:
+        """Write (once more) what this save holds."""
+        self._error: BaseException | None = None
+        self._result: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if self.background else None
         if self._thread:
             self._thread.start()
         else:
@@ -69,14 +81,12 @@ class Save:
 
     def _run(self) -> None:
         try:
-            for part in self._parts:
+            for part in self._parts():
                 write_file(part.path, part.tensors, {"rows": json.dumps(part.rows), **self._metadata})
                 size = part.path.stat().st_size
                 self._result[part.path.name] = {"bytes": size, "blake2b": file_hash(part.path)}
         except BaseException as error:  # handed to the rank that waits, whatever it is
             self._error = error
-        finally:
-            self._parts = ()
 
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
@@ -89,16 +99,22 @@ class Save:
         return self._result
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the host that no later step changes, of a tensor on a card as of one on the host."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def on_cards(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any lies on a card. Its copy to the host is taken at once and written behind the next steps.
+
+    For state that lies in host memory already a copy would cost as much memory again: it is written at once.
+    """
+    return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write and sync one file. safetensors reports a full disk as an error of its own: made an OSError here."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt", **metadata})
-    except OSError:
-        raise
-    except Exception as error:
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise OSError(28, os.strerror(28), str(path)) from None
-        raise
+    """Write one file; when this returns its bytes are on the disk."""
+    save_tensors(path, {k: t.detach() for k, t in tensors.items()}, metadata)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -175,8 +191,3 @@ class Provider(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def rows(self, name: str, begin: int, end: int) -> Tensor: ...
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU: itself there, a copy from a card (which the next step may then change)."""
-    return tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu", torch.float32)

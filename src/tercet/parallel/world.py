@@ -18,6 +18,7 @@ from tercet.errors import InputError, TercetError
 from tercet.locks import kernel_locks_in
 from tercet.spec.mesh import AXES, Mesh
 
+WITHOUT_A_CLOCK = timedelta(days=365)
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 MEETING_POLL_SECONDS = 0.05
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
@@ -36,6 +37,7 @@ class World:
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    patient: Any = None  # a process group without a clock, for meet()
 
     def __post_init__(self) -> None:
         if self.mesh == Mesh():
@@ -75,6 +77,25 @@ class World:
     def barrier(self) -> None:
         # A sum of a CPU number, not dist.barrier(): that one picks a GPU by itself under NCCL.
         self.any(False)
+
+    def meet(self, value: Any = None) -> list[Any]:
+        """Wait until every rank is here, however long it takes; return every rank's value as gather() does.
+
+        For after work whose length differs between ranks: one rank writes, hashes, loads or prepares while others
+        have nothing to do. They must not wait in an ordinary collective, whose clock takes waiting for a fault.
+        A rank that ends is noticed here too: its connections close.
+        """
+        if self.size == 1:
+            return [value]
+        arrived = dist.all_reduce(torch.zeros(1), group=self.patient, async_op=True)
+        pause = 0.0
+        while not arrived.is_completed():  # not in its wait(): there a signal would not be seen
+            time.sleep(pause)
+            pause = min(pause + 0.001, 0.05)
+        arrived.wait()
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.patient)
+        return values
 
 
 def launch_variables(meeting_point: bool = True) -> dict[str, int] | None:
@@ -131,7 +152,8 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
             )
         except dist.DistNetworkError as error:
             raise _no_meeting(rank, error) from None
-    return World(rank, size, local, device)
+    patient = dist.new_group(backend="gloo", timeout=WITHOUT_A_CLOCK) if size > 1 else None
+    return World(rank, size, local, device, patient=patient)
 
 
 def _meeting(file: Path, rank: int, size: int, timeout_seconds: float) -> dist.Store:

@@ -15,7 +15,7 @@ import yaml
 
 from tercet.errors import InputError
 from tercet.report.compare import Row, compare, number
-from tercet.spec.run_folder import RunFolder, read_json
+from tercet.spec.run_folder import RunFolder, read_json, read_state
 
 WARM_UP = 0.1  # share of the first steps that no speed is taken from, as in summary.json
 
@@ -209,7 +209,7 @@ def _saved(folder: Path) -> SavedStep:
                 fault = f"{name} is missing"
             elif path.stat().st_size != entry["bytes"]:
                 fault = f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-        state = read_json(folder / "state.json")
+        state = read_state(folder)
     except (InputError, KeyError, TypeError, AttributeError) as error:
         fault = fault or f"cannot be read: {str(error).replace(str(folder) + '/', '')}"
     return SavedStep(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import orjson
 
 from tercet.errors import InputError
 
+MANIFEST, STATE, AFTER = "manifest.json", "state.json", "after.json"  # of a checkpoint
 FORMAT = 1  # grows when a file here changes its meaning
 
 
@@ -120,6 +123,41 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path} cannot be read: it holds a {type(content).__name__}, not an object")
     return content
+
+
+def state_bytes(state: dict[str, Any]) -> bytes:
+    """Return a checkpoint's state as JSON that gives every float back: those that JSON lacks stand as texts."""
+    plain = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in state.items()}
+    return (json.dumps(plain, indent=2) + "\n").encode()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's state, with what was added after the save. Raises InputError that names the file."""
+    path = folder / STATE
+    state = _floats(path)
+    if not isinstance(state.get("step"), int):
+        raise InputError(f"{path} is damaged: it holds no step")
+    return {**state, **read_after(folder)}
+
+
+def read_after(folder: Path) -> dict[str, float]:
+    """Return what was added to a checkpoint after it was saved; nothing when that is missing or damaged."""
+    try:
+        return {k: v for k, v in _floats(folder / AFTER).items() if isinstance(v, int | float)}
+    except InputError:
+        return {}
+
+
+def _floats(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} cannot be read: it holds a {type(content).__name__}, not an object")
+    return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in content.items()}
 
 
 def open_run(path: str | Path) -> RunFolder:

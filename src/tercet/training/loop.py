@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 
 from tercet.engine import Engine, MicroBatch, StepResult, Terms
 from tercet.errors import InterruptedRun, TercetError
-from tercet.parallel.world import World
+from tercet.parallel.world import World, is_collective_failure
 from tercet.spec.mesh import ROWS, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.checkpoint import Checkpoints
@@ -41,6 +42,7 @@ class Progress:
     train_loss: float | None = None
     validation_loss: float | None = None  # of the newest evaluation
     validated_step: int = -1
+    sampled_step: int = -1
 
 
 class Loop:
@@ -72,25 +74,59 @@ class Loop:
         self.total_steps, self.micro_batch, self.checkpoint_every = total_steps, micro_batch, checkpoint_every
         self.progress, self.stop_requested, self.state = progress, stop_requested, state
         self.sample, self.has_validation, self.at, self.terms = sample, has_validation, at, terms
+        self.failed: list[tuple[int, str]] = []  # (step, what went wrong without ending the run)
 
     def run(self) -> Progress:
-        """Train until total_steps; raises InterruptedRun after saving when any rank was asked to stop."""
+        """Train until total_steps, save, then do what follows the last step. Raises InterruptedRun after saving when
+        any rank was asked to stop; a later session then does the rest.
+        """
         p = self.progress
+        if p.step > 0:
+            self._after_save()  # of the step that is resumed: a stop may have come in between
         while p.step < self.total_steps:
-            # The one point per step where all ranks look whether any of them was asked to stop.
-            if self.world.any(self.stop_requested()):
-                self._save_and_stop()
+            self._agree()
             self._step()
-            self.checkpoints.poll()
-            last = p.step == self.total_steps
-            if self.has_validation and (last or self._due(self.train.evaluate_every)):
-                self._evaluate()
-            if self.sample is not None and (last or self._due(self.train.sample_every)):
-                self.sample(p.step)
-            if last or self._due(self.checkpoint_every):
+            if p.step == self.total_steps or self._due(self.checkpoint_every):
                 self._save()
-        self.checkpoints.finish()
+            if p.step == self.total_steps:
+                self.checkpoints.finish()
+            self._after_save()
+        self._agree()
         return p
+
+    def _agree(self) -> None:
+        """The one point per step where ranks compare what each knows by its own clock: stop? is the save written?"""
+        flags = torch.tensor([int(self.stop_requested()), int(self.checkpoints.writing())])
+        stop, writing = self.world.sum(flags).tolist()
+        if not writing:
+            self.checkpoints.finish()
+        if stop:
+            self._save_and_stop()
+
+    def _after_save(self) -> None:
+        """Evaluate and sample where that is due and not done yet. Failing at it costs no step: all is saved before."""
+        p, last = self.progress, self.progress.step == self.total_steps
+        if self.has_validation and p.validated_step != p.step and (last or self._due(self.train.evaluate_every)):
+            self._without_harm("evaluation", self._evaluate)
+        if self.sample is not None and p.sampled_step != p.step and (last or self._due(self.train.sample_every)):
+            self._without_harm("samples", self._sample)
+
+    def _without_harm(self, what: str, work: Callable[[], None]) -> None:
+        """Do what training does not need; when it fails on any rank, say so, remember it in `failed` and go on."""
+        problem = None
+        try:
+            work()
+        except Exception as error:
+            if is_collective_failure(error):
+                raise
+            traceback.print_exc()  # into this rank's log
+            text = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
+            problem = f"rank {self.world.rank}: {text}"
+        problems = [p for p in self.world.meet(problem) if p is not None]
+        if problems:
+            self.failed.append((self.progress.step, what))
+            if self.record is not None:
+                self.record.warn(f"step {self.progress.step}: {what} failed, training goes on: {problems[0]}")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -175,27 +211,43 @@ class Loop:
         sums = torch.zeros(2, dtype=torch.float64)
         rank, ranks = self.world.data_rank, self.world.mesh.data_ranks
         rows = self.batches.evaluation(rank=rank, ranks=ranks, micro_batch=self.micro_batch)
-        for batch in rows:
-            if self.world.any(self.stop_requested()):
+        more, error = True, None
+        while more:  # equally often on every rank, and all learn at once that one has failed
+            try:
+                batch = next(rows, None)
+                more = batch is not None
+                if batch is not None:
+                    sums += torch.tensor(self.engine.evaluate(batch), dtype=torch.float64)
+            except Exception as found:
+                if is_collective_failure(found):
+                    raise
+                error = found
+            stop, failed = self.world.sum(torch.tensor([int(self.stop_requested()), int(error is not None)])).tolist()
+            if error is not None:
+                raise error
+            if stop or failed:
                 return  # the loop's next look saves and ends; this evaluation is not counted
-            loss, tokens = self.engine.evaluate(batch)
-            sums += torch.tensor([loss, tokens], dtype=torch.float64)
         self.world.sum(sums, TOKENS)
         if sums[1] == 0:
             return
         p.validation_loss, p.validated_step = (sums[0] / sums[1]).item(), p.step
         if self.record is not None:
             self.record.validation(p.step, p.validation_loss, int(sums[1]))
+        self.checkpoints.amend(p.step, validation_loss=p.validation_loss, validated_step=p.step)
+
+    def _sample(self) -> None:
+        p = self.progress
+        assert self.sample is not None
+        p.sampled_step = p.step  # once, even when it fails
+        self.sample(p.step)
+        self.checkpoints.amend(p.step, sampled_step=p.step)
 
     def _save(self) -> None:
         p = self.progress
         state = {**self.state, **vars(p)}
         if p.validated_step != p.step:
             state["validation_loss"] = None  # belongs to other weights
-        begin = time.perf_counter()
         self.checkpoints.save(self.engine, state)
-        if self.record is not None:
-            self.record.event("checkpoint", step=p.step, seconds=time.perf_counter() - begin)
 
     def _save_and_stop(self) -> None:
         p = self.progress
@@ -205,8 +257,6 @@ class Loop:
         if self.checkpoints.last_step != p.step:  # one has just been completed: no second one
             self._save()
             self.checkpoints.finish()
-        if self.record is not None:
-            self.record.event("interrupted", step=p.step)
         raise InterruptedRun(f"stopped on request after step {p.step}; saved")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,13 +22,18 @@ from tercet.spec.run_folder import RunFolder
 from tercet.units import show_count, show_seconds
 
 WARM_UP_STEPS = 2  # the first steps allocate and compile: no measure of speed
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FOLLOWING = ("evaluate", "sample")  # what comes after a step's checkpoint
 PLAIN_SECONDS = 5.0  # between two plain lines when the console is no terminal
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a file in one go: readers see the old content or the new, never a half."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
@@ -56,17 +63,29 @@ class Pace:
 
 
 class Recorder:
-    """Rank 0's pen. `console` may be None: then nothing is shown, only written."""
+    """Rank 0's pen. `console` may be None: then nothing is shown, only written.
 
-    def __init__(self, run: RunFolder, total_steps: int, console: Console | None, first_step: int = 0):
+    A log that cannot be written is said once and never ends a run: only flush(), for a save, raises a full disk.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        total_steps: int,
+        console: Console | None,
+        first_step: int = 0,
+        done_there: Collection[str] = ("evaluate", "sample"),
+    ):
+        """`first_step`: the checkpoint's that is resumed; `done_there`: events of that step that count as done."""
         self._run, self._total, self._console = run, total_steps, console
         self._pace = Pace()
-        self._unwritten: list[bytes] = []
-        self._board = None
-        self._purge_step = first_step if first_step else None
+        self._unwritten = bytearray()
+        self._board: Any = None
+        self._lost: set[str] = set()  # logs that failed: said once
+        self._first_step = first_step
         self._last_line = 0.0
         if first_step:
-            trim_events(run, first_step)
+            trim_events(run, first_step, done_there)
         self._file = run.events.open("ab", buffering=0)
         self._progress: Progress | None = None
         if console is not None and console.is_terminal:
@@ -82,23 +101,58 @@ class Recorder:
 
     # TensorBoard costs half a second to import: opened at the first number, not before the first step.
     def _scalar(self, name: str, value: float, step: int) -> None:
-        if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter
+        if "TensorBoard" in self._lost:
+            return
+        try:
+            if self._board is None:
+                self._board = self._open_board()
+            self._board.add_scalar(name, value, step)
+        except Exception as error:  # its writer is a thread, its folder may have a name that it cannot encode
+            self._lose("TensorBoard", error)
 
-            self._board = SummaryWriter(str(self._run.tensorboard), purge_step=self._purge_step)
-        self._board.add_scalar(name, value, step)
+    def _open_board(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._first_step == 0:
+            shutil.rmtree(self._run.tensorboard, ignore_errors=True)  # of a start that reached no checkpoint
+        # Points of this step and later are of a session that went further than its last checkpoint.
+        return SummaryWriter(str(self._run.tensorboard), purge_step=self._first_step + 1)
+
+    def _lose(self, log: str, error: Exception) -> None:
+        if log in self._lost:
+            return
+        self._lost.add(log)
+        self.warn(f"{log} cannot be written, training goes on without it: {type(error).__name__}: {error}")
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one event. On a full disk events are kept in memory and written when there is space again."""
+        """Append one event. What cannot be written is kept in memory and written when that is possible again."""
         row = {"event": kind, "time": time.time(), **fields}
-        self._unwritten.append(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        self._unwritten += orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
-            while self._unwritten:
-                self._file.write(self._unwritten[0])
-                self._unwritten.pop(0)
+            self._drain()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
+                self._lose(self._run.events.name, error)
+
+    def _drain(self) -> None:
+        while self._unwritten:
+            written = self._file.write(self._unwritten)  # on a disk that is getting full, perhaps not all of it
+            del self._unwritten[:written]
+
+    def flush(self) -> None:
+        """Bring all events to the disk, before a checkpoint that follows them. Raises OSError when it is full."""
+        try:
+            self._drain()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno in FULL:
                 raise
+            self._lose(self._run.events.name, error)
+
+    def warn(self, text: str) -> None:
+        """Say and record something that went wrong without ending the run."""
+        self.event("warning", message=text)
+        self.say(text)
 
     def step(self, step: int, **fields: Any) -> None:
         """Record a finished step (1-based count of steps done)."""
@@ -125,7 +179,8 @@ class Recorder:
         return f"  {low} left" if low == high else f"  {low} to {high} left"
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
-        self.event("evaluate", step=step, validation_loss=loss, tokens=tokens)
+        finite = {"validation_loss": loss} if math.isfinite(loss) else {"validation_loss": None, "value": repr(loss)}
+        self.event("evaluate", step=step, tokens=tokens, **finite)
         self._scalar("validation/loss", loss, step)
         self.say(f"step {step}/{self._total}  validation loss {loss:.4f}")
 
@@ -142,15 +197,32 @@ class Recorder:
             self._progress.stop()
             self._progress = None
         if self._board is not None:
-            self._board.close()
+            try:
+                self._board.close()
+            except Exception as error:
+                self._lose("TensorBoard", error)
+        try:
+            self.flush()
+        except OSError as error:
+            self.say(f"{self._run.events} lacks its last lines: {error.strerror}")
         self._file.close()
 
 
-def trim_events(run: RunFolder, step: int) -> None:
-    """Drop what an interrupted run recorded after the checkpoint that is being resumed: it is done again."""
-    rows = [row for row in run.read_events() if row.get("step", 0) <= step]
+def trim_events(run: RunFolder, step: int, done_there: Collection[str]) -> None:
+    """Drop what an interrupted run recorded after the checkpoint that is being resumed: it is done again.
+
+    So is what followed the save at the same step, unless the checkpoint knows it as done.
+    """
+
+    def stays(row: dict[str, Any]) -> bool:
+        there = row.get("step", 0)
+        if not isinstance(there, int):  # damaged
+            return False
+        return there < step or (there == step and (row["event"] not in FOLLOWING or row["event"] in done_there))
+
+    content = b"".join(orjson.dumps(row) + b"\n" for row in run.read_events() if stays(row))
     temporary = run.events.with_name(".events.jsonl.tmp")
-    temporary.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    temporary.write_bytes(content)
     os.replace(temporary, run.events)
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from tercet import __version__
 from tercet.data.kept import Kept, keep, read_kept
 from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
 from tercet.engine import Engine, open_engine
-from tercet.errors import InputError
+from tercet.errors import InputError, InterruptedRun, RunError
 from tercet.parallel.mesh import lay_out
 from tercet.parallel.world import World
 from tercet.spec.families import describe
@@ -27,11 +28,13 @@ from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import FORMAT, RunFolder
 from tercet.spec.strategy import Strategy
 from tercet.training.checkpoint import Checkpoints, find_checkpoint
+from tercet.training.disk import Disk, agreed
 from tercet.training.loop import Loop, Progress, peak_bytes
 from tercet.training.record import Recorder, preparation_bar, write_json
 from tercet.training.schedule import further_terms, schedule_remarks
 from tercet.training.stop import Stop
 from tercet.training.swap import swap_folder
+from tercet.training.trained import TrainedModel
 from tercet.weights.reading import DTYPES, stored_weights
 from tercet.weights.writing import save_folder
 
@@ -50,6 +53,10 @@ def run_rank(
     """Run this rank's part from data to finished folder. `console` is rank 0's; None on the others."""
     begin = time.time()
     say = _sayer(console)
+
+    def stopped() -> bool:
+        return stop.requested
+
     with stop.at_once():
         kept = read_kept(run.path, accept_changed_data)
         prepared = prepare_data(recipe, say, console, kept)
@@ -64,33 +71,23 @@ def run_rank(
         total_steps = steps_of(recipe, loader.rows_per_epoch)
         for remark in schedule_remarks(recipe.optim, total_steps):
             say(remark)
+        world.meet()  # whoever prepared the data
         engine = _engine(recipe, run, spec, strategy, prepared, world)
+        world.meet()  # one rank's weights may come from a slower disk
         progress = _resume(run, engine, world, say)
-    record = None
-    if world.rank == 0:
-        record = Recorder(run, total_steps, console, first_step=progress.step)
-        record.event(
-            "resume" if progress.step else "start",
-            step=progress.step,
-            ranks=world.size,
-            strategy=strategy.name,
-            parameters=spec.parameters,
-            total_steps=total_steps,
-            data=prepared.key,
-            versions=_versions(),
-        )
-        write_json(run.path / "data.json", prepared.report)
-        keep_sources(run, prepared, kept)
-        if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
-            write_json(run.ds_config, config)
+    disk = Disk(run, world, recipe.output.disk_full, say if world.rank == 0 else lambda text: None, stopped)
+    about = {
+        "step": progress.step,
+        "ranks": world.size,
+        "strategy": strategy.name,
+        "parameters": spec.parameters,
+        "total_steps": total_steps,
+        "data": prepared.key,
+        "versions": _versions(),
+    }
+    record = _open_record(run, world, disk, console, progress, about, prepared, kept, engine)
     checkpoints = Checkpoints(
-        run,
-        world,
-        recipe.output.keep,
-        recipe.output.disk_full,
-        spec.parameters * BYTES_PER_SAVED_PARAMETER,
-        record.say if record else lambda text: None,
-        lambda: stop.requested,
+        run, world, disk, recipe.output.keep, spec.parameters * BYTES_PER_SAVED_PARAMETER, record, progress.step
     )
     loop = Loop(
         engine,
@@ -104,7 +101,7 @@ def run_rank(
         micro_batch=strategy.micro_batch,
         checkpoint_every=recipe.output.checkpoint_every,
         progress=progress,
-        stop_requested=lambda: stop.requested,
+        stop_requested=stopped,
         state={"format": FORMAT, "ranks": world.size, "strategy": strategy.name, "data": prepared.key},
         sample=_sampler(recipe, prepared, engine, record),
         has_validation=prepared.validation is not None,
@@ -114,13 +111,21 @@ def run_rank(
     try:
         loop.run()
         at(progress.step, [])
-        checkpoints.wait_for_space("the trained model", spec.parameters * DTYPES[_model_dtype(recipe)].itemsize)
-        _write_model(recipe, run, spec, prepared, engine, world)
-        _summarise(run, world, engine, progress, record, time.time() - begin)
+        _write_model(recipe, run, spec, prepared, engine, world, disk, stopped)
+        if (progress.step, "evaluation") in loop.failed:
+            raise RunError(
+                "the model is trained, saved and written, but its last evaluation failed (see above)",
+                f"Evaluate it again with: tercet train --resume {run.path}",
+            )
+        _summarise(run, world, disk, engine, loop, record, time.time() - begin)
+    except InterruptedRun:
+        if record is not None:
+            record.event("interrupted", step=progress.step)
+        raise
     finally:
         if record is not None:
             record.close()
-    world.barrier()
+    world.meet()  # rank 0 has written the summary
 
 
 def prepare_data(
@@ -198,27 +203,49 @@ def _engine(
 
 def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], None]) -> Progress:
     """Restore the newest complete checkpoint, all of it or nothing; step 0 when none was ever published."""
-    outcome: Any = None
-    if world.rank == 0:  # one rank reads and checks the hashes; the others are told
-        try:
-            outcome = find_checkpoint(run.checkpoints)
-        except InputError as error:
-            outcome = error
-    outcome = world.gather(outcome)[0]
-    if isinstance(outcome, InputError):
-        raise outcome
-    if outcome is None:
+    found = find_checkpoint(run.checkpoints, world)
+    if found is None:
         if run.events.exists():
             say("no checkpoint had been published yet: begins again at step 1")
         return Progress()
-    for reason in outcome.skipped:
+    for reason in found.skipped:
         say(f"passed over a checkpoint that is not complete: {reason}")
-    restored = engine.load(outcome.folder)
-    saved = outcome.state
-    others = "" if saved["ranks"] == world.size else f" (saved on {saved['ranks']} ranks, now {world.size})"
-    say(f"resumed from {outcome.folder}: {', '.join(restored)}; next step {saved['step'] + 1}{others}")
+    restored = engine.load(found.folder)
+    world.meet()  # ranks read different files
+    saved = found.state
+    before = saved.get("ranks")
+    others = "" if before == world.size else f" (saved on {before} ranks, now {world.size})"
+    say(f"resumed from {found.folder}: {', '.join(restored)}; next step {saved['step'] + 1}{others}")
     known = {name: saved[name] for name in vars(Progress()) if name in saved}
     return Progress(**known)
+
+
+def _open_record(
+    run: RunFolder,
+    world: World,
+    disk: Disk,
+    console: Console | None,
+    progress: Progress,
+    about: dict[str, Any],
+    prepared: Prepared,
+    kept: Kept | None,
+    engine: Engine,
+) -> Recorder | None:
+    """Return rank 0's recorder, None on the others; what is known before the first step is written."""
+    opened: list[Recorder] = []
+    done = {"evaluate": progress.validated_step, "sample": progress.sampled_step}
+
+    def begin() -> None:
+        write_json(run.data, prepared.report)
+        keep_sources(run, prepared, kept)
+        if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
+            write_json(run.ds_config, config)
+        done_there = [kind for kind, step in done.items() if step == progress.step]
+        opened.append(Recorder(run, about["total_steps"], console, progress.step, done_there))
+        opened[0].event("resume" if progress.step else "start", **about)
+
+    disk.write("the run's record", 0, lambda _: agreed(world, begin, only=0)[1])
+    return opened[0] if opened else None
 
 
 def _sampler(
@@ -227,17 +254,24 @@ def _sampler(
     """Return what writes samples of the recipe's prompts: every rank generates, rank 0 records."""
     if not recipe.train.sample_prompts:
         return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in recipe.train.sample_prompts]
+    prompts = recipe.train.sample_prompts
     beginning = [prepared.bos_id] if prepared.bos_id is not None else []
 
     def sample(step: int) -> None:
-        texts = engine.generate([beginning + ids for ids in prompts], recipe.train.sample_tokens)
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
+        ids = {text: beginning + tokenizer.encode(text, add_special_tokens=False).ids for text in prompts}
+        usable = [text for text in prompts if ids[text]]
+        texts = engine.generate([ids[text] for text in usable], recipe.train.sample_tokens)
         if record is not None:
-            for prompt, ids in zip(recipe.train.sample_prompts, texts, strict=True):
-                record.sample(step, prompt, tokenizer.decode(ids))
+            for prompt, more in zip(usable, texts, strict=True):
+                record.sample(step, prompt, tokenizer.decode(more))
+        if len(usable) < len(prompts):
+            empty = next(text for text in prompts if not ids[text])
+            raise InputError(
+                f"train.sample_prompts: {empty!r} has no tokens, and this tokenizer has none to begin a text with"
+            )
 
     return sample
 
@@ -246,36 +280,56 @@ def _model_dtype(recipe: Recipe) -> str:
     return recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
 
 
-def _write_model(recipe: Recipe, run: RunFolder, spec: Model, prepared: Prepared, engine: Engine, world: World) -> None:
-    """Write RUN/model, tensor by tensor through rank 0, under a temporary name until it is whole."""
-    if world.rank > 0:
-        for _ in engine.weights():  # takes part in the gathering
-            pass
-        return
-    temporary = run.path / ".model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+def _write_model(
+    recipe: Recipe,
+    run: RunFolder,
+    spec: Model,
+    prepared: Prepared,
+    engine: Engine,
+    world: World,
+    disk: Disk,
+    stopped: Callable[[], bool],
+) -> None:
+    """Write RUN/model, tensor by tensor through rank 0."""
+    dtype = DTYPES[_model_dtype(recipe)]
     ids = {"eos": prepared.eos_id, "bos": prepared.bos_id, "pad": prepared.pad_id}
-    save_folder(
-        temporary,
-        spec,
-        engine.weights(),
-        DTYPES[_model_dtype(recipe)],
-        prepared.tokenizer_folder,
-        ids,
-        source=locate(recipe.model.path) if recipe.model.path else None,
-        new_tokenizer=recipe.data.tokenizer != "model",
-    )
-    shutil.rmtree(run.model, ignore_errors=True)
-    temporary.rename(run.model)
+
+    def save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        save_folder(
+            folder,
+            spec,
+            tensors,
+            dtype,
+            prepared.tokenizer_folder,
+            ids,
+            source=locate(recipe.model.path) if recipe.model.path else None,
+            new_tokenizer=recipe.data.tokenizer != "model",
+        )
+
+    model = TrainedModel(run, world, engine, save, stopped)
+    disk.write("the trained model", spec.parameters * dtype.itemsize, model.attempt)
 
 
 def _summarise(
-    run: RunFolder, world: World, engine: Engine, p: Progress, record: Recorder | None, seconds: float
+    run: RunFolder, world: World, disk: Disk, engine: Engine, loop: Loop, record: Recorder | None, seconds: float
 ) -> None:
-    memory = world.gather((peak_bytes(world.device), engine.memory()))
-    if record is None:
-        return
+    """Say that the run is finished: nothing of it is left to do."""
+    memory = world.meet((peak_bytes(world.device), engine.memory()))
+
+    def write() -> None:
+        assert record is not None
+        record.flush()
+        summary = _summary(run, world, memory, loop, seconds)
+        write_json(run.summary, summary)
+        record.event("end", **{k: summary[k] for k in ("train_loss", "validation_loss")}, step=loop.progress.step)
+
+    disk.write("summary.json", 0, lambda _: agreed(world, write, only=0)[1])
+
+
+def _summary(run: RunFolder, world: World, memory: list[Any], loop: Loop, seconds: float) -> dict[str, Any]:
+    p = loop.progress
     steps = [row for row in run.read_events() if row["event"] == "step"]
+    steps = [row for row in steps if isinstance(row.get("seconds"), float) and isinstance(row.get("tokens"), int)]
     timed = steps[len(steps) // 10 :] or steps  # the first tenth warms up
     spent = sum(row["seconds"] for row in timed)
     summary = {
@@ -292,10 +346,10 @@ def _summarise(
         "device": world.device.type,
         "peak_bytes_per_rank": [peak for peak, _ in memory],
         "memory": {moment: [m[moment] for _, m in memory] for moment in ("between_steps", "peak")},
+        "failed": [f"step {step}: {what}" for step, what in loop.failed],
         "versions": _versions(),
     }
-    record.event("end", step=p.step, train_loss=p.train_loss, validation_loss=p.validation_loss)
-    write_json(run.summary, summary)
+    return summary
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -124,6 +126,19 @@ def _as_stored(spec: Model, tensors: Iterable[tuple[str, Tensor]], dtype: torch.
         raise InputError(f"cannot save the model: no value for {', '.join(sorted(missing)[:8])}")
 
 
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write one safetensors file. What the system refuses (a full disk) is an OSError here, not safetensors' own."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    except OSError:
+        raise
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write safetensors of at most `shard_bytes` each (one larger tensor has its own), and the index if many."""
     shards: list[list[str]] = []
@@ -133,7 +148,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     def flush() -> None:
         nonlocal held, size
         if held:
-            save_file(held, folder / f"part-{len(shards)}.tmp", metadata={"format": "pt"})
+            save_tensors(folder / f"part-{len(shards)}.tmp", held)
             shards.append(list(held))
             held, size = {}, 0
 

@@ -27,7 +27,7 @@ from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.engine.deepspeed.state import MOMENTS, Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Reader, Save, on_cpu, restored
+from tercet.engine.shards import Part, Provider, Reader, Save, on_cards, restored
 from tercet.errors import InputError, NotLegalError
 from tercet.model.balance import Balancer
 from tercet.model.build import make_buffers
@@ -121,6 +121,7 @@ class DeepSpeedEngine:
                     value = self._start(prefix + name, weights).to(self.world.device, self._compute)
                     setattr(piece.get_submodule(owner), attribute, nn.Parameter(value))
             if self._strategy.zero == 3:
+                self.world.meet()  # every rank reads the weights, its disk may be slower
                 # Skips what an earlier call has sharded. float32 is no dtype DeepSpeed's own config knows here.
                 init = ds.zero.Init(
                     module=piece, config_dict_or_path=self.config, dtype=self._compute, param_swapper=files
@@ -145,6 +146,7 @@ class DeepSpeedEngine:
         for name, parameter in self.module.named_parameters():
             groups[self._descriptions[name].kind in UNDECAYED]["params"].append(parameter)
         groups = [g for g in groups if g["params"]]
+        self.world.meet()
         engine, *_ = ds.initialize(
             model=self.module, model_parameters=groups, config=self.config, dist_init_required=False
         )
@@ -260,8 +262,8 @@ class DeepSpeedEngine:
         position: dict[str, Any] = {"steps_done": self.steps_done, "updates": self._updates}
         if self._compute == torch.float16:
             position["scaler"] = scaler_state(self._scaler)
-        background = any(t.is_cuda for t in self.fragments.flats)
-        return Save(self._parts(folder), position, background, layout="flat", engine="deepspeed")
+        background = on_cards(self.fragments.flats)
+        return Save(lambda: self._parts(folder), position, background, layout="flat", engine="deepspeed")
 
     def _parts(self, folder: Path) -> Iterator[Part]:
         """Yield what is in memory as one part, and each group that lives in files as one of its own."""
@@ -271,14 +273,14 @@ class DeepSpeedEngine:
             part = here if group is None else Part(folder / f"{stem}-group-{group}.safetensors", {}, {})
             for fragment in fragments:
                 part.rows[fragment.name] = fragment.begin
-                part.tensors[f"weights/{fragment.name}"] = on_cpu(fragment.master)
-                part.tensors.update({f"{m}/{fragment.name}": on_cpu(t) for m, t in fragment.moments.items()})
+                part.tensors[f"weights/{fragment.name}"] = fragment.master
+                part.tensors.update({f"{m}/{fragment.name}": t for m, t in fragment.moments.items()})
             if group is not None:
                 yield part
         if self.world.rank == 0:  # equal on all ranks
             for name, tensor in self.balancer.state():
                 here.rows[name] = 0
-                here.tensors[f"balance/{name}"] = on_cpu(tensor).flatten()
+                here.tensors[f"balance/{name}"] = tensor.flatten()
         yield here
 
     @torch.no_grad()
