@@ -181,6 +181,8 @@ def _state(run: RunFolder, events: list[dict[str, Any]]) -> tuple[str, str | Non
     own = [r for r in reports if not r.get("echo") and not r.get("interrupted")] or reports
     if own:
         first = min(own, key=lambda r: number(r.get("time")) or 0.0)
+        if first.get("shared"):
+            return "failed", str(first.get("message", ""))
         return (
             "failed",
             f"rank {first.get('rank', '?')}, step {first.get('step', '?')}: {first.get('message', '')}",

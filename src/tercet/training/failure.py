@@ -92,7 +92,9 @@ def _timed_out(log: Path) -> bool:
 
 def _from_report(report: dict[str, Any], run: RunFolder) -> TercetError:
     where, hint = "", report["hint"]
-    if report["exit_code"] == 1:
+    if report.get("shared"):  # all ranks raised it: the message says whose fault it is
+        hint = hint or f"Logs: {run.logs}"
+    elif report["exit_code"] == 1:
         rows = ", ".join(map(str, report["rows"]))
         where = f"rank {report['rank']}, step {report['step']}" + (f", rows {rows}" if rows else "") + ": "
         hint = hint or f"Its log: {run.log_of(report['rank'])}"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tercet.engine import Engine, MicroBatch, StepResult, Terms
-from tercet.errors import InterruptedRun, TercetError
+from tercet.errors import InterruptedRun, RunError, TercetError
 from tercet.parallel.world import World, is_collective_failure
 from tercet.spec.mesh import ROWS, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
@@ -182,16 +182,18 @@ class Loop:
         if result.loss_scale is not None:
             text += f"; loss scale now {result.loss_scale:g}"
             scale = {"loss_scale": result.loss_scale}
+        stop = self.train.nonfinite == "stop" and not overflow
         if self.record is not None:
             self.record.event("skip", step=p.step, loss=repr(loss), grad_norm=repr(norm), where=where, **scale)
-            self.record.say(f"{text}; the step was skipped ({p.step - p.updates} so far)")
-        if self.train.nonfinite == "stop" and not overflow:
-            raise TercetError(
+            if not stop:
+                self.record.say(f"{text}; the step was skipped ({p.step - p.updates} so far)")
+        if stop:
+            raise RunError(
                 f"{text}; stopped before the update",
                 "Look at those rows; lower optim.lr; or set train.nonfinite=skip to pass over such steps.",
             )
         if p.skipped_in_a_row >= self.train.nonfinite_limit:
-            raise TercetError(
+            raise RunError(
                 f"{text}; {p.skipped_in_a_row} steps in a row were skipped, the last that train.nonfinite_limit allows",
                 "Weights born in bf16 often exceed fp16's range: use train.precision=bf16." if overflow else None,
             )

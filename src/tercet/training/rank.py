@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tercet.errors import InterruptedRun, TercetError, file_error
+from tercet.errors import InterruptedRun, RunError, TercetError, file_error
 from tercet.parallel.bond import die_with_parent
 from tercet.spec.memory_limit import memory_limit
 from tercet.spec.recipe import Recipe, load_recipe
@@ -111,6 +111,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
             "exit_code": error.exit_code,
             "echo": False,
             "interrupted": isinstance(error, InterruptedRun),
+            "shared": isinstance(error, RunError),
         }
     if isinstance(error, OSError) and (told := file_error(error)) is not None:
         return describe_error(told)

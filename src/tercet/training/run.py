@@ -319,9 +319,9 @@ def _summarise(
     def write() -> None:
         assert record is not None
         record.flush()
-        summary = _summary(run, world, memory, loop, seconds)
-        write_json(run.summary, summary)
-        record.event("end", **{k: summary[k] for k in ("train_loss", "validation_loss")}, step=loop.progress.step)
+        content = _summary(run, world, memory, loop, seconds)
+        write_json(run.summary, content)
+        record.event("end", **{k: content[k] for k in ("train_loss", "validation_loss")}, step=loop.progress.step)
 
     disk.write("summary.json", 0, lambda _: agreed(world, write, only=0)[1])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tercet.errors import InputError, InterruptedRun, NotLegalError, TercetError, file_error
+from tercet.errors import InputError, InterruptedRun, NotLegalError, file_error
 from tercet.spec.recipe import Recipe, load_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
@@ -62,7 +62,8 @@ class Session:
             self._run = open_run(asked.resume)
             self.recipe = load_recipe(self._run.recipe, asked.overrides)
             self.changes = changed_keys(load_recipe(self._run.recipe), self.recipe)
-            refuse_changes(self.changes)
+            if has_trained(self._run):
+                refuse_changes(self.changes)
             summary = self._run.read_summary() or {}
             if summary.get("finished") and not self.changes:
                 self.finished = True
@@ -119,6 +120,8 @@ class Session:
         return self
 
     def _begin(self, run: RunFolder) -> None:
+        if not has_trained(run):
+            remove_start(run)
         run.logs.mkdir(parents=True, exist_ok=True)
         for old in run.logs.glob("error-rank-*.json"):
             old.unlink()
@@ -160,6 +163,18 @@ def has_trained(run: RunFolder) -> bool:
     return run.checkpoints.exists() or run.model.exists() or any(e["event"] == "step" for e in run.read_events())
 
 
+def remove_start(run: RunFolder) -> None:
+    """Remove what a start that never came to a step has left, and nothing else. Call with the lock held."""
+    from tercet.data.kept import FILE, TOKENIZER
+
+    if not run.plan.exists():  # somebody's folder, not a start of ours
+        return
+    for path in (run.recipe, run.plan, run.data, run.events, run.ds_config, run.report, run.path / FILE):
+        path.unlink(missing_ok=True)
+    for folder in (run.tensorboard, run.path / TOKENIZER):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def leave_report(run: RunFolder, say: Callable[[str], None]) -> None:
     """Write report.html, of a finished run or of one that was stopped; failing at it does not fail the run."""
     from tercet.report.page import write_report
@@ -168,7 +183,7 @@ def leave_report(run: RunFolder, say: Callable[[str], None]) -> None:
         return
     try:
         write_report(run)
-    except (OSError, TercetError) as error:
+    except Exception as error:
         say(f"the report could not be written ({error}); later: tercet report {run.path}")
 
 
@@ -231,7 +246,10 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
     wanted = output or recipe.output.folder
     if wanted is not None:
         run = RunFolder(Path(wanted).expanduser().absolute())
-        if any(path.exists() for path in (run.recipe, run.events, run.checkpoints)):
+        # One that never came to a step is nothing to lose: it is taken over, whatever its recipe was.
+        if any(path.exists() for path in (run.recipe, run.events, run.checkpoints)) and (
+            has_trained(run) or not run.plan.exists()
+        ):
             raise InputError(
                 f"{run.path} holds a run already", f"Continue it with: tercet train --resume {wanted}; or give another."
             )
