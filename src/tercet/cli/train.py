@@ -29,10 +29,13 @@ def register(app: typer.Typer) -> None:
         accept_changed_data: Annotated[
             bool, typer.Option(help="With --resume: train on, although the data is not what the run began with.")
         ] = False,
+        cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, although there are cards.")] = False,
         print_recipe: Annotated[bool, typer.Option(help="Print the resolved recipe and leave.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON at the end.")] = False,
     ) -> None:
         """Train a recipe: text in, trained model out. Predicts first, refuses what cannot work."""
+        if cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in the ranks: as if there were no card
         run(arguments or [], ranks, output, resume, restarts, accept_changed_data, print_recipe, as_json)
 
 

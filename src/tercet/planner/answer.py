@@ -68,7 +68,7 @@ def plan(
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
         assumed.append(f"every card in a slot of x{machine.card.pcie_lanes or '?'} lanes (--links x16,x8,x4)")
-    answer["assumed"] = assumed
+    answer["assumed"] = [*machine.notes, *assumed]
     return answer
 
 
@@ -337,6 +337,7 @@ def machine_json(machine: Machine) -> dict[str, Any]:
         "peer_access": machine.peers if card else None,
         "measured": machine.measured,
         "measured_at": machine.measured_at,
+        "notes": list(machine.notes),
     }
 
 

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tercet.errors import InputError
 from tercet.probe.inventory import Finding, findings, inventory
-from tercet.spec.machine import MEASURED
+from tercet.spec.cards import INSTALL_FOR_CARDS
+from tercet.spec.machine import MEASURED, card_here, read_machine_file
 from tercet.units import show_bytes
 
 CPU_RANKS = 3
@@ -30,6 +32,10 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
     from tercet.probe.machine_file import update
 
     cards = report["inventory"]["cards"]
+    if cards and not processor.devices():
+        raise InputError(
+            f"this machine has cards ({cards[0]['name']}), but PyTorch finds none that it can use", INSTALL_FOR_CARDS
+        )
     say("measuring matmul, memory, AdamW, disk …")
     rates = processor.all_rates(Path.cwd())
     count = ranks or (len(cards) if cards else CPU_RANKS)
@@ -59,6 +65,7 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
         "corrections": {},  # they stood on the rates that have just been measured anew
     }
     if cards:
+        content["cards"] = _unknown_cards(cards, processor.devices(), say)
         # What NCCL finds by itself decides: with peer access switched off by a repair there is none.
         content["peer_access"] = bool(rates.get("peer_access")) and bool(working) and not working[1]
         if working:
@@ -67,6 +74,22 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
                 "environment": working[1],
             }
     report["machine_file"] = str(update(content))
+
+
+def _unknown_cards(
+    rows: list[dict[str, str]], devices: list[Any], say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Return name -> measured block of every card here that the shipped table lacks, and of those measured before."""
+    from tercet.probe import processor
+
+    found = dict((read_machine_file() or {}).get("cards", {}))
+    for row, device in zip(rows, devices, strict=False):
+        try:
+            card_here(row, {})
+        except InputError:
+            say(f"measuring {row['name']}, which the shipped table does not have …")
+            found[row["name"]] = processor.card_entry(row, device)
+    return found
 
 
 def show(report: dict[str, Any]) -> str:

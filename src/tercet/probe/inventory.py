@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.engine.deepspeed import async_io
-from tercet.spec.machine import detect_gpus
+from tercet.spec.cards import detect_gpus
 from tercet.units import show_bytes
 
 

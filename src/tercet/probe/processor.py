@@ -6,6 +6,7 @@ torch.cuda only and have been written without one at hand.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tercet.spec.cards import Row, bytes_of
+from tercet.spec.machine import GIB
 
 SECONDS = 0.6  # per measurement
 
@@ -112,9 +116,40 @@ def disk_write(folder: Path, size: int = 2**27) -> float:
     return rate(size, write, torch.device("cpu"), seconds=0.0)
 
 
+def devices() -> list[torch.device]:
+    """Return the cards that PyTorch finds, in nvidia-smi's order."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+
+
+def card_entry(row: Row, device: torch.device) -> dict[str, Any]:
+    """Return a card's block as gpus.toml has it, each number measured here and its source saying so."""
+    found: dict[str, Any] = {
+        "bandwidth_gbps": memory(device) / 1e9,
+        "bf16": matmul(device, torch.bfloat16) / 1e12,
+        "fp16": matmul(device, torch.float16) / 1e12,
+        "fp8": (matmul_fp8(device) or 0) / 1e12,
+        "reached": 1.0,  # the rates above are what large matmuls reach
+        "peer_access": False,  # of this board; the machine's own measurement decides beside it
+        "memory_gib": (bytes_of(row, "memory.total") or 0) / GIB,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["usable_gib"] = properties.total_memory / GIB
+        found["memory_gib"] = found["memory_gib"] or found["usable_gib"]
+        found["compute_capability"] = float(f"{properties.major}.{properties.minor}")
+    for key, field in (("pcie_generation", "pcie.link.gen.max"), ("pcie_lanes", "pcie.link.width.current")):
+        if (text := row.get(field, "")).isdigit():
+            found[key] = int(text)
+    with contextlib.suppress(ValueError):
+        found["watts"] = float(row.get("power.limit", ""))
+    numbers = {key: [value, "measured"] for key, value in found.items() if value or key == "peer_access"}
+    return {"arch": "measured", **numbers}
+
+
 def all_rates(folder: Path) -> dict[str, float]:
     """Return every rate of this machine under the names of tercet.spec.machine.MEASURED, and more of cards."""
-    cards = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    cards = devices()
     device = cards[0] if cards else torch.device("cpu")
     found = {
         "matmul_fp32": matmul(device, torch.float32),

@@ -208,7 +208,7 @@ def environment_for(ranks: int, say: Callable[[str], None] = lambda text: None) 
 
     On a CPU, or with one rank, nothing is tested: gloo has no peer access to get wrong.
     """
-    from tercet.spec.machine import detect_gpus
+    from tercet.spec.cards import detect_gpus
 
     cards = detect_gpus()
     if ranks < 2 or len(cards) < 2:

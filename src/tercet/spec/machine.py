@@ -5,10 +5,10 @@ What is not known is None here and "unknown" to the user; nothing is guessed fro
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
-import subprocess
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -19,6 +19,7 @@ import orjson
 
 from tercet.errors import InputError, nearest
 from tercet.places import config_folder
+from tercet.spec.cards import Row, all_cards, bytes_of, detect_gpus
 from tercet.spec.memory_limit import memory_limit
 from tercet.units import parse_bytes
 
@@ -144,6 +145,9 @@ def find_gpu(name: str) -> Gpu:
         raise InputError(f"{name!r} may be {', '.join(c.name for c in fits)}", "Write the name of one of them.")
     if fits:
         return fits[0]
+    for own, block in (read_machine_file() or {}).get("cards", {}).items():  # measured here by doctor
+        if wanted and wanted <= _words(own):
+            return _gpu(own, block)
     short = {re.sub(r"^RTX ", "", n): n for n in gpus()}
     hint = nearest(name, [*gpus(), *short])
     raise InputError(
@@ -171,6 +175,7 @@ class Machine:
     measured_at: str | None = None
     corrections: dict[str, float] = field(default_factory=dict, hash=False)  # the planner's constants, by its own runs
     name: str = ""
+    notes: tuple[str, ...] = ()  # what a user should know of these very cards
 
     @property
     def kind(self) -> str:
@@ -306,31 +311,14 @@ def read_machine_file(path: Path | None = None) -> dict[str, Any] | None:
         raise InputError(f"{path} cannot be read: {error}", "Delete it, or run `tercet doctor` again.") from None
 
 
-def detect_gpus() -> list[dict[str, str]]:
-    """Ask nvidia-smi which cards are here; [] when there is none. Loads no torch."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.current,driver_version,power.limit"
-    try:
-        run = subprocess.run(
-            [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines() if line.strip()]
-    return [dict(zip(query.split(","), row, strict=False)) for row in rows]
-
-
 DEFAULT_CPU_RANKS = 3  # as many as the cards that this project is about
 
 
 def this_machine(ranks: int | None = None) -> Machine:
-    """Return the machine we are on: its cards if nvidia-smi names any, else processes on the CPU."""
+    """Return the machine we are on: the cards that may be used here, else processes on the CPU.
+
+    Raises InputError for a card of which nothing is known.
+    """
     import psutil
 
     memory = psutil.virtual_memory().total
@@ -355,19 +343,16 @@ def this_machine(ranks: int | None = None) -> Machine:
             measured=measured if content.get("kind") == "cpu" else {},
             measured_at=at,
             corrections=corrections,
+            notes=_hidden(),
         )
     count = min(ranks or len(cards), len(cards))
-    lanes = tuple(int(c["pcie.link.width.current"]) for c in cards if c["pcie.link.width.current"].isdigit())
-    try:
-        card = find_gpu(cards[0]["name"])
-    except InputError:
-        if "card" not in content:
-            raise
-        card = _gpu(cards[0]["name"], content["card"])  # a card that doctor has measured here
+    used = cards[:count]
+    lanes = tuple(int(c["pcie.link.width.current"]) for c in used if c["pcie.link.width.current"].isdigit())
+    each = [card_here(row, content.get("cards", {})) for row in used]
     return Machine(
         ranks=count,
-        card=card,
-        lanes=lanes[:count] if len(lanes) == len(cards) else None,
+        card=weakest(each),
+        lanes=lanes if len(lanes) == len(used) else None,
         host_bytes=memory,
         host_limit=host_limit,
         peer_access=content.get("peer_access"),
@@ -375,4 +360,91 @@ def this_machine(ranks: int | None = None) -> Machine:
         measured_at=at,
         corrections=corrections,
         name="this machine",
+        notes=notes_of(used, each),
     )
+
+
+def _hidden() -> tuple[str, ...]:
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = len(all_cards()) if wanted is not None else 0
+    return (f"CUDA_VISIBLE_DEVICES is {wanted!r}: the CPU is used, not the {here} cards that are here",) if here else ()
+
+
+def card_here(row: Row, measured: dict[str, Any]) -> Gpu:
+    """Return one card of this machine: rates of its kind, its own memory, less what others hold of it.
+
+    `measured` holds the entries that doctor has written, by name. Raises InputError for a card of no known rates.
+    """
+    total, held = bytes_of(row, "memory.total"), _held_by_others(row)
+    if row["name"] in measured:
+        card = _gpu(row["name"], measured[row["name"]])
+    else:
+        card = _of_this_kind(row["name"], total)
+    if total is None:
+        return replace(card, usable_bytes=max(0, card.usable_bytes - held))
+    share = card.usable_bytes / card.memory_bytes  # of its kind, as PyTorch has seen it
+    return replace(card, memory_bytes=total, usable_bytes=max(0, int(total * share) - held))
+
+
+def _of_this_kind(name: str, total: int | None) -> Gpu:
+    """Return the table's card of a driver's name: words of size and board may be missing, none of the kind.
+
+    Several sizes of one kind are told apart by the memory that is there.
+    """
+    wanted = _words(name)
+    fits = [c for c in gpus().values() if wanted <= _words(c.name) and not _kind(_words(c.name) - wanted)]
+    if not fits:
+        raise InputError(
+            f"no data for this machine's card {name!r}",
+            "Run `tercet doctor` here: it measures the card and writes what plan and train need.",
+        )
+    return min(fits, key=lambda c: abs(c.memory_bytes - (total or 0)))
+
+
+def _kind(words: set[str]) -> set[str]:
+    return {w for w in words if not re.fullmatch(r"\d+gb|modified|sxm|pcie", w)}
+
+
+def _held_by_others(row: Row) -> int:
+    # Under somebody else's launcher the ranks are on their cards already, and what is held is their own.
+    return 0 if "RANK" in os.environ else bytes_of(row, "memory.used") or 0
+
+
+def weakest(cards: Sequence[Gpu]) -> Gpu:
+    """Return what an equal part of the work may count on: of different cards the least of each."""
+    slowest = min(cards, key=lambda c: c.flops["bf16"])
+    if len({c.name for c in cards}) == 1:
+        return replace(slowest, usable_bytes=min(c.usable_bytes for c in cards))
+    shared = set.intersection(*(set(c.flops) for c in cards))
+    return replace(
+        slowest,
+        name=" + ".join(dict.fromkeys(c.name for c in cards)),
+        memory_bytes=min(c.memory_bytes for c in cards),
+        usable_bytes=min(c.usable_bytes for c in cards),
+        bandwidth=min(c.bandwidth for c in cards),
+        flops={f: min(c.flops[f] for c in cards) for f in shared},
+        compute_capability=min((c.compute_capability or 0) for c in cards) or None,
+        peer_access=all(c.peer_access for c in cards),
+        nvlink=None,
+        rent_usd_per_hour=None,
+    )
+
+
+WORTH_SAYING_BYTES = 64 * 2**20  # below, it is what the driver itself keeps on an idle card
+
+
+def notes_of(rows: Sequence[Row], cards: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return a sentence for each card whose memory others hold, and for cards or sizes that differ."""
+    found = []
+    for row, card in zip(rows, cards, strict=True):
+        if (held := _held_by_others(row)) >= WORTH_SAYING_BYTES:
+            found.append(
+                f"card {row['index']} ({card.name}): others hold {held / GIB:.1f} of its {card.memory_bytes / GIB:.1f} "
+                f"GiB (nvidia-smi names them); {card.usable_bytes / GIB:.1f} GiB are planned with"
+            )
+    if len({(c.name, round(c.memory_bytes / GIB)) for c in cards}) > 1:
+        each = ", ".join(
+            f"{row['index']}: {c.name} {c.memory_bytes / GIB:.1f} GiB" for row, c in zip(rows, cards, strict=True)
+        )
+        found.append(f"the cards differ ({each}); all ranks get equal parts, so the smallest and slowest decide")
+    return tuple(found)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, NotLegalError, who_may
+from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
 from tercet.spec.recipe import Recipe
@@ -87,8 +90,37 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
 
         require_deepspeed()
     say(f"weights: {recipe.model.start}")
+    if plan["machine"]["kind"] == "gpu":
+        require_torch_with_cards(plan["machine"]["card"])
+    for note in plan["machine"].get("notes", ()):
+        say(note)
     _say_batch(strategy, work, say)
     return plan
+
+
+def require_torch_with_cards(card: str) -> None:
+    """Raise InputError when this PyTorch was built without CUDA; looks at its version file and does not load it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return  # the ranks say that it is missing
+    version = Path(found.origin).with_name("version.py")
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    if re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", text, re.M) or not re.search(r"^cuda\b", text, re.M):
+        return
+    raise InputError(
+        f"this machine has cards ({card}), but the installed PyTorch computes on the CPU alone",
+        f"{INSTALL_FOR_CARDS}; or train on the CPU on purpose: --cpu.",
+    )
+
+
+def require_planned_device(plan: dict[str, Any], device: str) -> None:
+    """Raise InputError when a run that was planned for cards has got no card."""
+    if plan.get("machine", {}).get("kind") == "gpu" and device == "cpu":
+        raise InputError(
+            f"the plan is for cards ({plan['machine'].get('card')}), but PyTorch finds none that it can use",
+            "The driver may be older than this PyTorch's CUDA: python -c 'import torch; torch.cuda.init()' says why. "
+            "To train on the CPU on purpose: --cpu.",
+        )
 
 
 def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:

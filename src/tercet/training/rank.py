@@ -22,6 +22,7 @@ from tercet.spec.run_folder import RunFolder
 from tercet.training.console import ConsoleFile
 from tercet.training.launcher import how_started
 from tercet.training.pace import BEFORE_A_STEP, RECENT_STEPS, sentence
+from tercet.training.preflight import require_planned_device
 from tercet.training.stop import Stop
 from tercet.training.warned import WARNED, show_warnings
 from tercet.units import show_bytes
@@ -174,6 +175,7 @@ def run_as_rank(
         from tercet.training.run import run_rank
 
         world = join()
+        require_planned_device(run.read_plan() or {}, world.device.type)
         console = safe_console(me.console) if number == 0 else None
         if started_by is not None:
             devices, hosts = zip(*world.gather((str(world.device), socket.gethostname())), strict=True)
