@@ -3,19 +3,25 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TRAIN  := $(VENV)/.ready-to-train
 
 .PHONY: setup demo test test-slow check bench gpu-check schema clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# What training needs, and nothing else.
+$(TRAIN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train]'
+	touch $(TRAIN)
+
+$(READY): $(TRAIN)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 # From raw text to a trained model: three processes without a GPU, the cards with them.
-demo: setup
+demo: $(TRAIN)
 	$(BIN)/tercet train first-light
 	@echo 'next: $(BIN)/tercet generate runs/first-light-1 "The for statement"'
 
@@ -47,6 +53,7 @@ gpu-check: setup
 
 schema: setup
 	$(BIN)/python -c "import json; from tercet.spec.recipe import json_schema; print(json.dumps(json_schema(), indent=2))" > docs/reference/recipe.schema.json
+	cp docs/reference/recipe.schema.json src/tercet/spec/recipe.schema.json
 
 clean:
 	rm -rf $(VENV) runs build dist

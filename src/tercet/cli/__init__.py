@@ -57,6 +57,12 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (told := _not_installed(error)) is None:
+            _unexpected(error)
+            sys.exit(1)
+        show_error(told)
+        sys.exit(told.exit_code)
     except OSError as error:  # what the file system refuses is no fault of ours
         if (told := file_error(error)) is None:
             _unexpected(error)
@@ -66,6 +72,21 @@ def main() -> None:
     except Exception as error:
         _unexpected(error)
         sys.exit(1)
+
+
+def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
+    """Return what to install when a package of the extra "train" is missing; None for any other module."""
+    from importlib.metadata import requires
+    from re import match
+
+    from tercet.errors import InputError
+
+    wanted = (error.name or "").partition(".")[0]
+    extra = (match(r"[\w-]+", line) for line in requires("tercet") or () if "extra == " in line)
+    names = {found[0].replace("-", "_") for found in extra if found}
+    if wanted not in names | {"google", "tensorboard"}:
+        return None
+    return InputError(f"this needs the package {wanted}, which is not installed", "pip install 'tercet[train]'")
 
 
 def show_error(error: TercetError) -> None:
