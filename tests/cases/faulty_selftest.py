@@ -22,4 +22,4 @@ def broken(tensor):
 
 
 if __name__ == "__main__":
-    main(sys.argv[2], float(sys.argv[3]), broken)
+    main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), broken)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tercet import children
 from tercet.errors import TercetError
+from tercet.parallel.bond import die_with_parent
 
 LIMIT_SECONDS = 20.0
 GRACE_SECONDS = 10.0  # for the other ranks to tell what they know, after one has failed
@@ -145,7 +146,7 @@ def run_check(
 ) -> Verdict:
     """Start `ranks` processes that test their collectives; return the worst verdict. Leaves no process behind."""
     with tempfile.TemporaryDirectory(prefix="tercet-selftest-") as folder:
-        command = [sys.executable, *entry, folder, str(timeout)]
+        command = [sys.executable, *entry, folder, str(timeout), str(os.getpid())]
         processes = start_ranks(ranks, command, variables, Path(folder))
         wait_for_all(processes, timeout + 60)  # the processes watch their own limit; starting them takes time too
         verdicts = [_verdict(Path(folder), rank, process.returncode) for rank, process in enumerate(processes)]
@@ -234,8 +235,9 @@ def remember(collectives: dict[str, Any]) -> None:
     update({"collectives": collectives})
 
 
-def main(folder: str, timeout: float, all_reduce: Callable[[Any], Any] | None = None) -> None:
+def main(folder: str, timeout: float, parent: int, all_reduce: Callable[[Any], Any] | None = None) -> None:
     """Entry of one test process: join, check, write the verdict, leave whatever still hangs."""
+    die_with_parent(parent)
     from tercet.parallel.world import open_world
 
     world = open_world(timeout + 30, store_file=f"{folder}/store")
@@ -245,4 +247,4 @@ def main(folder: str, timeout: float, all_reduce: Callable[[Any], Any] | None = 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

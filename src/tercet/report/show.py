@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tercet.report.cards import card_facts, card_warnings
 from tercet.report.compare import MOMENTS, Row, device_of, number
 from tercet.report.story import Story
 from tercet.units import show_bytes, show_count, show_seconds
@@ -113,6 +114,7 @@ def notes_of(story: Story) -> list[dict[str, str]]:
     notes = []
     if story.failure:
         notes.append({"style": "bad", "text": plain(story.failure)})
+    notes += [{"style": "bad", "text": plain(text)} for text in card_warnings(story.cards)]
     if story.state == "running":
         notes.append(
             {
@@ -201,6 +203,7 @@ def facts_of(story: Story) -> list[dict[str, str]]:
         ("Parameters", [f"{story.parameters:,}".replace(",", " ") if story.parameters else None]),
         ("Strategy", [strategy, count_of(ranks, "rank") if ranks else None, *_layout(layout)]),
         ("Machine", [_machine(story.plan.get("machine"))]),
+        ("Cards", card_facts(story.cards)),
         ("Precision", [train.get("precision")]),
         ("Data", [_sources(data.get("train")), *_found(story, "train")]),
         ("Validation", [validation or "none", *_found(story, "validation")]),

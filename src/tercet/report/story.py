@@ -63,6 +63,7 @@ class Story:
     evaluations: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     skips: list[dict[str, Any]]
+    cards: list[dict[str, Any]]  # looks at the cards' sensors, and cards that were lost
     saves: list[dict[str, Any]]
     expert_counts: list[list[int]]  # the newest, a list per layer with experts; empty for other models
     checkpoints: list[SavedStep]
@@ -101,6 +102,7 @@ def read_story(run: RunFolder) -> Story:
         evaluations=[e for e in events if e["event"] == "evaluate" and number(e.get("validation_loss")) is not None],
         samples=[e for e in events if e["event"] == "sample"],
         skips=[e for e in events if e["event"] == "skip"],
+        cards=[e for e in events if e["event"] in ("cards", "cards_lost")],
         saves=[e for e in events if e["event"] == "checkpoint"],
         expert_counts=_expert_counts([e for e in events if e["event"] == "experts"]),
         checkpoints=read_checkpoints(run.checkpoints),
