@@ -53,7 +53,7 @@ def limited(cli, bytes_, *arguments):
 
 
 def test_a_plan_over_ulimit_is_refused_with_the_figures_before_anything_starts(cli):
-    keys = ("model={layers: 2, width: 8192, heads: 64, vocabulary: 32000}", "data.validation=none")
+    keys = ("model={layers: 2, width: 8192, heads: 64, ffn: 22528, vocabulary: 32000}", "data.validation=none")
     done = limited(cli, 6 * GIB, "train", "small.yaml", *keys, "--ranks", "1", "--output", "run")
     assert done.returncode == 3, done.stderr
     assert "6.0 GiB are there (limited by ulimit -v (6291456 KiB for each process))" in done.stderr
