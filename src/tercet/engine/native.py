@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tercet.engine import MicroBatch, StepResult, Terms
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
+from tercet.engine.schedules import StepWork, loss_of, schedule_of
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Reader, Save, on_cards, restored
 from tercet.errors import InputError
@@ -21,6 +22,7 @@ from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
 from tercet.parallel.data import Replicated
+from tercet.parallel.layout import Layout
 from tercet.parallel.mesh import lay_out
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
@@ -32,9 +34,6 @@ from tercet.spec.model import Model
 from tercet.spec.optimizers.adamw import MOMENTS
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
-
-if TYPE_CHECKING:
-    from tercet.parallel.shard import Sharded
 
 
 class NativeEngine:
@@ -61,6 +60,7 @@ class NativeEngine:
         self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
         self._updates = 0  # of these, the ones that changed the weights: AdamW's own count
         self._peak: dict[str, int] = {}
+        self._schedule = schedule_of(strategy)
         self.layout = self._build(strategy, weights)
         self.module = self.layout.module
         self.balancer = Balancer(self.module)
@@ -77,7 +77,7 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------------------ building
 
-    def _build(self, strategy: Strategy, weights: Provider | None) -> Replicated | Sharded:
+    def _build(self, strategy: Strategy, weights: Provider | None) -> Layout:
         """Build on meta, then allocate and fill piece by piece: a sharded model is never whole on one rank."""
         module = self._empty_module()
         kinds = {t.name: t for t in self.spec.tensors()}
@@ -117,10 +117,8 @@ class NativeEngine:
         make_buffers(module, self.world.device)
         if sharder is not None:
             sharder.shard(module)
-            layout = Sharded(module, self.spec, self.world, self._precision, strategy)
-        else:
-            layout = Replicated(module, self.spec, self.world, self._precision, strategy.offload_optimizer != "none")
-        return layout
+            return Sharded(module, self.spec, self.world, self._precision, strategy)
+        return Replicated(module, self.spec, self.world, self._precision, strategy.offload_optimizer != "none")
 
     def _empty_module(self) -> torch.nn.Module:
         if isinstance(self.spec, TransformersModel):
@@ -143,21 +141,13 @@ class NativeEngine:
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         layout, world = self.layout, self.world
         tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)]), TOKENS).item())
-        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
         self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
         layout.begin_step()
         self.module.train()
-        for n, batch in enumerate(micro_batches):
-            last = n == len(micro_batches) - 1
-            layout.begin_micro_batch(last)
-            seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
-            loss = self._loss(batch.to(world.device))
-            if last:
-                self._note_peak()
-            # Divided by the step's global token count: any split into micro-batches and ranks gives the same sum.
-            (loss / max(tokens, 1)).backward()
-            loss_sum += loss.detach()
+        seed = partial(seed_random_numbers, self.seed, self.steps_done, world.data_rank)
+        work = StepWork(self.module, layout, micro_batches, max(tokens, 1), world.device, seed, self._note_peak)
+        loss_sum = self._schedule(work)
         layout.finish_gradients()
         self._note_peak()
         result = self._update(loss_sum, tokens, lr)
@@ -166,9 +156,6 @@ class NativeEngine:
         layout.end_step()
         self.steps_done += 1
         return result
-
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        return self.module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
 
     def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
@@ -202,7 +189,7 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
         self.module.eval()
-        loss = self._loss(batch.to(self.world.device))
+        loss = loss_of(self.module, batch.to(self.world.device))
         self.layout.end_evaluation()
         return loss.item(), batch.trained_tokens
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +79,25 @@ class Body(nn.Module):
         self.norm = RMSNorm(model.width, model.norm_eps)
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What the blocks and the end of one micro-batch need besides x: made by `Decoder.begin`, changed by nobody."""
+
+    input_ids: Tensor
+    labels: Tensor | None
+    documents: Tensor | None
+    borders: Documents | None
+    table: Table
+    tally: Tally | None
+    caches: list[Cache] | None
+    training: bool
+
+
 class Decoder(nn.Module):
     """A language model of `spec` (tercet.spec.model.Model); build under torch.device("meta") to allocate later.
+
+    A call is `begin`, every block, `end`; whoever orders the work otherwise (all micro-batches through one block
+    before the next) calls these itself.
 
     `mtp_weight` and `balance` say how much the terms besides the main loss count while training; whoever trains
     sets them, step by step when a schedule asks for it.
@@ -118,29 +136,47 @@ class Decoder(nn.Module):
         The loss's value is the main loss alone. While training, its gradient is that of the main loss plus the
         balance and multi-token prediction terms: what is printed stays comparable, what is learned is the sum.
         """
+        x, carried = self.begin(input_ids, positions, documents, labels, caches)
+        balance: list[Tensor] = []
+        for n in range(len(self.spec.layers)):
+            x, loss = self.run_block(n, x, carried)
+            balance += [] if loss is None else [loss]
+        return self.end(x, carried, balance)
+
+    def begin(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        caches: list[Cache] | None = None,
+    ) -> tuple[Tensor, Carried]:
+        """Return (what goes into the first block, what every block needs besides); arguments as in `forward`."""
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         borders = None if documents is None else Documents.of(documents, input_ids.device)
         training = self.training and labels is not None and torch.is_grad_enabled()
         tally = Tally.of(labels, documents, self.balance) if training and self.has_experts else None
-        extra: list[Tensor] = []
         x = self.model.embed_tokens(input_ids)
-        layers = list(self.model.layers.values())
         attention = self.spec.layers[0].attention
         wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype
         table = rotary_table(self.spec.rope, attention.rotary_dim, positions, wide)
-        for n, layer in enumerate(layers[: len(self.spec.layers)]):
-            x = layer(x, table, borders, None if caches is None else caches[n], tally)
-            if tally is not None:
-                x, loss = x
-                extra += [] if loss is None else [loss]
+        return x, Carried(input_ids, labels, documents, borders, table, tally, caches, training)
+
+    def run_block(self, n: int, x: Tensor, carried: Carried) -> tuple[Tensor, Tensor | None]:
+        """Return layer n's (x, balance loss or None)."""
+        cache = None if carried.caches is None else carried.caches[n]
+        found = self.model.layers[str(n)](x, carried.table, carried.borders, cache, carried.tally)
+        return found if carried.tally is not None else (found, None)
+
+    def end(self, x: Tensor, carried: Carried, balance: Sequence[Tensor] = ()) -> Tensor:
+        """Return what `forward` does, from the last layer's x; the blocks' balance losses join the gradient."""
         x = self.model.norm(x)
-        if labels is None:
+        if carried.labels is None:
             return nn.functional.linear(x, self.head_weight)
-        main = next_token_loss(x, self.head_weight, labels)
-        if training and self.spec.mtp:
-            extra += self._further_losses(x, input_ids, labels, documents, table, borders, tally)
-        for term in extra:
+        main = next_token_loss(x, self.head_weight, carried.labels)
+        further_losses = self._further_losses(x, carried) if carried.training and self.spec.mtp else []
+        for term in (*balance, *further_losses):
             main = main + (term - term.detach()).to(main.dtype)
         return main
 
@@ -148,24 +184,17 @@ class Decoder(nn.Module):
     def has_experts(self) -> bool:
         return any(isinstance(layer.feedforward, MoE) for layer in self.spec.layers)
 
-    def _further_losses(
-        self,
-        state: Tensor,
-        input_ids: Tensor,
-        labels: Tensor,
-        documents: Tensor | None,
-        table: Table,
-        borders: Documents | None,
-        tally: Tally | None,
-    ) -> list[Tensor]:
+    def _further_losses(self, state: Tensor, carried: Carried) -> list[Tensor]:
         """Return the multi-token prediction losses, weighted: mtp_weight / depth each (equation 25), and the
         balance losses of their experts."""
         found = []
         depth = len(self.spec.mtp)
+        assert carried.labels is not None
         for k in range(depth):
-            tokens, ahead = further(input_ids, labels, documents, k + 1)
+            tokens, ahead = further(carried.input_ids, carried.labels, carried.documents, k + 1)
             layer = self.model.layers[str(len(self.spec.layers) + k)]
-            state, balance = layer(state, self.model.embed_tokens(tokens), table, borders, tally)
+            embedded = self.model.embed_tokens(tokens)
+            state, balance = layer(state, embedded, carried.table, carried.borders, carried.tally)
             found.append(next_token_loss(state, self.head_weight, ahead) * (self.mtp_weight / depth))
             if balance is not None:
                 found.append(balance.to(found[-1].dtype))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tercet.parallel.layout import Layout
 from tercet.parallel.part import Part
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
@@ -21,7 +22,7 @@ from tercet.spec.mesh import AXES, TOKENS
 from tercet.spec.model import Model
 
 
-class Replicated:
+class Replicated(Layout):
     """Layout of zero 0. Build on a module that holds fp32 values on the device.
 
     With `on_host` the masters, their moments and a copy of the gradients live in host memory: after the last
@@ -113,12 +114,6 @@ class Replicated:
         if self._has_master:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._parameters.values()), [p.value for p in self.parts])
-
-    def end_step(self) -> None:
-        """Drop what is not held between steps: nothing here, the gradient buffer stays for the next step."""
-
-    def end_evaluation(self) -> None:
-        """Give back what evaluation gathered: nothing here."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter)."""

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
+from tercet.parallel.layout import Layout
 from tercet.parallel.mesh import device_mesh
 from tercet.parallel.part import Part, chunk_rows
 from tercet.parallel.precision import Precision
@@ -55,7 +56,7 @@ class Sharder:
         fully_shard(module, **self.options)
 
 
-class Sharded:
+class Sharded(Layout):
     """Layout of zero 1, 2, 3 over a module whose layers and root are sharded."""
 
     copied_along = tuple(
@@ -85,9 +86,6 @@ class Sharded:
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
-    def begin_step(self) -> None:
-        pass
-
     def begin_micro_batch(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last or not self._reduce_once)
         if self._keep_weights:
@@ -96,9 +94,6 @@ class Sharded:
     def finish_gradients(self) -> None:
         for part in self.parts:
             part.value.grad = self._parameters[part.name].grad.to_local()  # type: ignore[union-attr]
-
-    def after_update(self) -> None:
-        """The next gather reads the updated shards; nothing to copy."""
 
     def end_step(self) -> None:
         """Drop the gradients: between steps only weights and optimizer are held."""

@@ -1,0 +1,50 @@
+"""The order of a step's work over micro-batches and blocks: one file each. The only place that picks one.
+
+A schedule is a function of a StepWork that runs forward and backward of all micro-batches, leaves every gradient
+added up where the layout wants it, and returns the summed loss of this rank, fp64 on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, device
+
+if TYPE_CHECKING:
+    from tercet.engine import MicroBatch
+    from tercet.parallel.layout import Layout
+    from tercet.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a schedule orders. `seed(n)` starts the random numbers of micro-batch n; `note_peak` looks at memory."""
+
+    module: Any  # a Decoder, or what is called like one
+    layout: Layout
+    micro_batches: Sequence[MicroBatch]  # on the host
+    # The step's trained tokens on all ranks: with the loss divided by it, any split gives the same sum.
+    tokens: int
+    device: device
+    seed: Callable[[int], None]
+    note_peak: Callable[[], None]
+
+
+Schedule = Callable[[StepWork], Tensor]
+
+
+def schedule_of(strategy: Strategy) -> Schedule:
+    if strategy.engine == "host":
+        from tercet.engine.schedules.blocks_first import blocks_first
+
+        return blocks_first
+    from tercet.engine.schedules.micro_batches_first import micro_batches_first
+
+    return micro_batches_first
+
+
+def loss_of(module: Any, batch: MicroBatch) -> Tensor:
+    """Return the summed loss of a batch that lies on the device."""
+    return module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
