@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tercet.engine import Engine, open_engine
+from tercet.engine import Engine, EngineSetup, open_engine
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection, StrategySection
 from tercet.spec.strategy import Strategy, Work, resolve
@@ -54,6 +54,7 @@ def engine_of(
 ) -> Engine:
     """As tests.tiny.tiny_engine, by way of open_engine."""
     section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})
+    model = model or tiny_model()
     return open_engine(
-        model or tiny_model(), strategy, section, precision, world, seed=7, batch_sequences=batch, swap=swap
+        EngineSetup(model, strategy, section, precision, world, seed=7, batch_sequences=batch, swap=swap)
     )

@@ -34,6 +34,7 @@ def load_on_a_rank(world, folder):
     """Return (growth of this rank's memory in bytes, its highest growth, its shards) of a sharded engine that starts
     from the folder.
     """
+    from tercet.engine import EngineSetup
     from tercet.engine.native import NativeEngine
     from tercet.spec.recipe import OptimSection
 
@@ -47,15 +48,9 @@ def load_on_a_rank(world, folder):
     make_moments = NativeEngine._make_moments
     NativeEngine._make_moments = lambda self: None  # weights alone are weighed here
     try:
-        engine = NativeEngine(
-            spec,
-            tiny_strategy("zero3", world.size, 3),
-            OptimSection(),
-            "fp32",
-            world,
-            seed=0,
-            weights=stored_weights(folder, spec),
-        )
+        strategy = tiny_strategy("zero3", world.size, 3)
+        weights = stored_weights(folder, spec)
+        engine = NativeEngine(EngineSetup(spec, strategy, OptimSection(), "fp32", world, seed=0, weights=weights))
     finally:
         NativeEngine._make_moments = make_moments
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

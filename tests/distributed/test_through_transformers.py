@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tercet.engine import EngineSetup
 from tercet.engine.native import NativeEngine
 from tercet.errors import InputError
 from tercet.model.through_transformers import as_built
@@ -36,7 +37,7 @@ def train(world: World, folder: str, word: str, micro: int, keys: dict, precisio
     strategy = tiny_strategy(word, world.size, ROWS, micro, **keys)
     optim = OptimSection(lr=1e-2, clip=0.5, eps=1e-3)
     weights = open_weights(Path(folder), spec)
-    engine = NativeEngine(spec, strategy, optim, precision, world, seed=7, weights=weights)
+    engine = NativeEngine(EngineSetup(spec, strategy, optim, precision, world, seed=7, weights=weights))
     losses = []
     for step in range(STEPS):
         result = engine.step(micro_batches(step, world.rank, world.size, micro, ROWS), 1e-2)

@@ -12,6 +12,7 @@ from tercet.spec.model import Balance
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tercet.engine.shards import Provider
     from tercet.parallel.world import World
     from tercet.spec.model import Model
     from tercet.spec.recipe import OptimSection
@@ -79,7 +80,31 @@ class SaveHandle(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EngineSetup:
+    """All that an engine is built from.
+
+    `weights` is stored weights (engine/shards.py: Provider); None starts from random ones by `seed`. `vocabulary` is
+    the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch, which DeepSpeed
+    wants to know beforehand. `swap`: the folder for what the strategy keeps on nvme.
+    """
+
+    spec: Model
+    strategy: Strategy
+    optim: OptimSection
+    precision: str
+    world: World
+    seed: int
+    weights: Provider | None = None
+    vocabulary: int | None = None
+    stop_ids: Sequence[int] = ()
+    batch_sequences: int = 1
+    swap: Path | None = None
+
+
 class Engine(Protocol):
+    config: dict[str, Any] | None  # what another library was told to do, as it was told; None where there is none
+
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
         ...
@@ -112,44 +137,12 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(
-    spec: Model,
-    strategy: Strategy,
-    optim: OptimSection,
-    precision: str,
-    world: World,
-    *,
-    seed: int,
-    weights: Any = None,
-    vocabulary: int | None = None,
-    stop_ids: Sequence[int] = (),
-    batch_sequences: int = 1,
-    swap: Path | None = None,
-) -> Engine:
-    """Return the engine that the strategy names, with weights in place.
-
-    `weights` is stored weights (engine/shards.py: Provider); None starts from random ones by `seed`.
-    `vocabulary` is the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch,
-    which DeepSpeed wants to know beforehand. `swap`: the folder for what the strategy keeps on nvme.
-    """
-    if strategy.engine == "deepspeed":
+def open_engine(setup: EngineSetup) -> Engine:
+    """Return the engine that the strategy names, with weights in place."""
+    if setup.strategy.engine == "deepspeed":
         from tercet.engine.deepspeed.engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(
-            spec,
-            strategy,
-            optim,
-            precision,
-            world,
-            seed=seed,
-            weights=weights,
-            vocabulary=vocabulary,
-            stop_ids=stop_ids,
-            batch_sequences=batch_sequences,
-            swap=swap,
-        )
+        return DeepSpeedEngine(setup)
     from tercet.engine.native import NativeEngine
 
-    return NativeEngine(
-        spec, strategy, optim, precision, world, seed=seed, weights=weights, vocabulary=vocabulary, stop_ids=stop_ids
-    )
+    return NativeEngine(setup)

@@ -4,75 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tercet.engine import MicroBatch, StepResult, Terms
+from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
+from tercet.engine.base import EngineBase, once_each
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
-from tercet.engine.schedules import StepWork, loss_of, schedule_of
+from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Reader, Save, on_cards, restored
-from tercet.errors import InputError
-from tercet.model.balance import Balancer
+from tercet.engine.shards import Part, Provider, Save, on_cards, restored
 from tercet.model.build import fill_parameters, make_buffers
-from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
 from tercet.parallel.data import Replicated
 from tercet.parallel.layout import Layout
-from tercet.parallel.mesh import lay_out
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
-from tercet.parallel.world import World
 from tercet.spec.families.through_transformers import TransformersModel
-from tercet.spec.mesh import SAME_TOKENS, TOKENS
-from tercet.spec.model import Model
+from tercet.spec.mesh import SAME_TOKENS
 from tercet.spec.optimizers.adamw import MOMENTS
-from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
 
-class NativeEngine:
+class NativeEngine(EngineBase):
     """Implements tercet.engine.Engine for zero 0 to 3."""
 
-    def __init__(
-        self,
-        spec: Model,
-        strategy: Strategy,
-        optim: OptimSection,
-        precision: str,
-        world: World,
-        *,
-        seed: int,
-        weights: Provider | None = None,
-        vocabulary: int | None = None,
-        stop_ids: Sequence[int] = (),
-    ):
-        self.spec, self.world, self.seed = spec, lay_out(world, strategy.mesh), seed
-        self._clip = math.inf if optim.clip == "none" else optim.clip
-        self._vocabulary = vocabulary or spec.vocabulary
-        self._stop_ids = tuple(stop_ids)
-        self._precision = PRECISIONS[precision]
-        self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
-        self._updates = 0  # of these, the ones that changed the weights: AdamW's own count
-        self._peak: dict[str, int] = {}
-        self._schedule = schedule_of(strategy)
-        self.layout = self._build(strategy, weights)
+    def __init__(self, setup: EngineSetup):
+        super().__init__(setup)
+        self._clip = math.inf if setup.optim.clip == "none" else setup.optim.clip
+        self._precision = PRECISIONS[setup.precision]
+        self._schedule = schedule_of(setup.strategy)
+        self._evaluating = False
+        self.layout = self._build(setup.strategy, setup.weights)
         self.module = self.layout.module
-        self.balancer = Balancer(self.module)
-        if weights is not None:
-            for name, bias in self.balancer.biases().items():
-                bias.copy_(weights.tensor(name))
-        if isinstance(spec, TransformersModel):
+        self._balance_experts(setup.weights)
+        if isinstance(self.spec, TransformersModel):
             from tercet.model.through_transformers import check_documents
 
-            check_documents(self.module, spec, world.device)
+            check_documents(self.module, self.spec, self.world.device)
             self.layout.end_evaluation()
-        self.optimizer = build_optimizer(self.layout.parts, optim)
+        self.optimizer = build_optimizer(self.layout.parts, setup.optim)
         self._make_moments()
 
     # ------------------------------------------------------------------------------------------------ building
@@ -139,10 +113,10 @@ class NativeEngine:
     # ------------------------------------------------------------------------------------------------ the verbs
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
+        self._end_evaluation()
         layout, world = self.layout, self.world
-        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)]), TOKENS).item())
-        terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
-        self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
+        tokens = self._count_tokens(micro_batches)
+        terms = self._set_terms(terms)
         layout.begin_step()
         self.module.train()
         seed = partial(seed_random_numbers, self.seed, self.steps_done, world.data_rank)
@@ -150,9 +124,7 @@ class NativeEngine:
         loss_sum = self._schedule(work)
         layout.finish_gradients()
         self._note_peak()
-        result = self._update(loss_sum, tokens, lr)
-        if self.balancer:
-            result = self._rebalance(result, terms)
+        result = self._rebalance(self._update(loss_sum, tokens, lr), terms)
         layout.end_step()
         self.steps_done += 1
         return result
@@ -177,41 +149,18 @@ class NativeEngine:
         self.layout.after_update()
         return StepResult(loss, norm, tokens)
 
-    def _rebalance(self, result: StepResult, terms: Terms) -> StepResult:
-        """Move the experts' biases by the whole step's counts, once, after the optimizer; a skipped step by none."""
-        if not result.updated:
-            self.balancer.drop_counts()
-            return result
-        load = self.balancer.update(self.world.sum(self.balancer.counts(), TOKENS), terms.balance.bias_speed)
-        figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
-        return replace(result, load=figures, expert_counts=load.counts.long().tolist())
+    def _begin_evaluation(self) -> None:
+        if not self._evaluating:
+            self._evaluating = True
+            self.layout.begin_evaluation()
 
-    @torch.no_grad()
-    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
-        self.module.eval()
-        loss = loss_of(self.module, batch.to(self.world.device))
-        self.layout.end_evaluation()
-        return loss.item(), batch.trained_tokens
-
-    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-        self.module.eval()
-        texts = [
-            generate(
-                self.module,
-                len(self.spec.layers),
-                prompt,
-                n,
-                vocabulary=self._vocabulary,
-                device=self.world.device,
-                stop=self._stop_ids,
-                fixed_length=self.world.size > 1,
-            )
-            for prompt in prompts
-        ]
-        self.layout.end_evaluation()
-        return texts
+    def _end_evaluation(self) -> None:
+        if self._evaluating:
+            self._evaluating = False
+            self.layout.end_evaluation()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._end_evaluation()
         yield from self.layout.weights()
         yield from self.balancer.biases().items()
 
@@ -234,34 +183,25 @@ class NativeEngine:
         return found
 
     def save(self, folder: Path) -> Save:
+        self._end_evaluation()
         rows = self._saved_rows()
         part = Part(
             folder / f"rank-{self.world.rank}.safetensors",
             {key: tensor for key, tensor, _ in rows},
             {key.partition("/")[2]: begin for key, _, begin in rows},
         )
-        position = {"steps_done": self.steps_done, "updates": self._updates}
         # Where the parameters' state lies decides: the experts' biases are on the card whatever is offloaded.
-        return Save(lambda: [part], position, background=on_cards(part.value for part in self.layout.parts))
+        return Save(lambda: [part], self._position(), background=on_cards(part.value for part in self.layout.parts))
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:
-        reader = Reader(folder)
-        wanted = {f"{what}/{t.name}" for t in self.spec.tensors() for what in ("weights", *MOMENTS)}
-        wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
-        if reader.keys() != wanted:
-            missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
-            raise InputError(
-                f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
-                "Resume with the recipe of that run.",
-            )
+        self._end_evaluation()
+        reader = self._open_saved(folder)
         for part in self.layout.parts:
             reader.read_into(f"weights/{part.name}", part.begin, part.value)
             for moment in MOMENTS:
                 reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
-        for name, tensor in self.balancer.state():
-            reader.read_into(f"balance/{name}", 0, tensor)
-        self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
+        self._restore_counts(reader)
         for part in self.layout.parts:
             self.optimizer.state[part.value]["step"].fill_(self._updates)
         self.layout.after_update()
@@ -276,20 +216,4 @@ class NativeEngine:
             t for p in self.layout.parts for t in self.optimizer.state[p.value].values()
         ]
         counted: set[int] = set()
-        result = {}
-        for row, tensors in rows.items():
-            result[row] = 0
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
-                    counted.add(storage.data_ptr())
-                    result[row] += storage.nbytes()
-        return result
-
-    def _note_peak(self) -> None:
-        if self.steps_done < 2:  # every step is alike
-            for row, held in self._held_bytes().items():
-                self._peak[row] = max(held, self._peak.get(row, 0))
-
-    def memory(self) -> dict[str, dict[str, int]]:
-        return {"between_steps": self._held_bytes(), "peak": dict(self._peak)}
+        return {row: sum(once_each(tensors, counted)) for row, tensors in rows.items()}

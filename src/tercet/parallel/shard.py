@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
 from tercet.parallel.layout import Layout
@@ -65,7 +65,7 @@ class Sharded(Layout):
 
     def __init__(self, module: FSDPModule, spec: Model, world: World, precision: Precision, strategy: Strategy):
         self.module, self.world = module, world
-        self._has_master = precision.has_master
+        self._has_master, self._compute = precision.has_master, precision.compute
         self.on_host = on_host(strategy)
         self._keep_weights = strategy.zero < 3
         self._reduce_once = strategy.reduce_gradients == "once_per_step"
@@ -102,10 +102,22 @@ class Sharded(Layout):
         for part in self.parts:
             part.value.grad = None
 
+    def begin_evaluation(self) -> None:
+        """Keep what forwards gather, where every rank has room for the whole of it: else each token gathers anew."""
+        if not self._keep_weights:
+            whole = sum(p.numel() for p in self._parameters.values()) * self._compute.itemsize
+            room = free_bytes(self.world.device, self.world.size)
+            self._keep_gathered(not self.world.any(room < 1.25 * whole))
+
     def end_evaluation(self) -> None:
         """Give the gathered weights back: without a backward nothing else does."""
+        self._keep_gathered(self._keep_weights)
         for m in self._fsdp_modules():
             m.reshard()
+
+    def _keep_gathered(self, keep: bool) -> None:
+        for m in self._fsdp_modules():
+            m.set_reshard_after_forward(not keep, recurse=False)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), gathered one at a time; every rank must run through all of them."""
@@ -120,21 +132,42 @@ class Sharded(Layout):
         rows["pinned" if self.on_host else "gradients"] += [
             p.grad.to_local() for p in self._parameters.values() if p.grad is not None
         ]
-        for parameter in _fsdp_parameters(self._fsdp_modules()):
-            gathered = getattr(parameter, "_unsharded_param", None)  # its whole gradient may outlive its values
-            if gathered is not None:
-                rows["weights"] += [gathered.detach()] if parameter.sharded_state == ShardedState.UNSHARDED else []
-                rows["gradients"] += [gathered.grad] if gathered.grad is not None else []
-            if parameter.unsharded_accumulated_grad is not None:
-                rows["gradients"].append(parameter.unsharded_accumulated_grad)
+        gathered = _gathered(self._fsdp_modules())
+        if gathered is None:  # not measured: a row without it would be wrong, one that is missing is unknown
+            del rows["weights"], rows["gradients"]
+            return rows
+        for row, tensors in gathered.items():
+            rows[row] += tensors
         return rows
 
 
-def _fsdp_parameters(modules: list[FSDPModule]) -> Iterator[FSDPParam]:
-    """Yield FSDP2's records of its parameters. Private there: used to measure what is gathered, not to change it."""
-    for module in modules:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.12
-        for group in groups:
-            if group is not None:
-                yield from group.fsdp_params
+def _gathered(modules: list[FSDPModule]) -> dict[str, list[Tensor]] | None:
+    """Return the gathered weights and whole gradients that FSDP2 holds now; None where its private names are others.
+
+    Used to measure, never to change anything.
+    """
+    rows: dict[str, list[Tensor]] = {"weights": [], "gradients": []}
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+        for module in modules:
+            state = module._get_fsdp_state()
+            # One group before torch 2.12.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+                whole = getattr(parameter, "_unsharded_param", None)  # its gradient may outlive its values
+                if whole is not None:
+                    rows["weights"] += [whole.detach()] if parameter.sharded_state == ShardedState.UNSHARDED else []
+                    rows["gradients"] += [whole.grad] if whole.grad is not None else []
+                if parameter.unsharded_accumulated_grad is not None:
+                    rows["gradients"].append(parameter.unsharded_accumulated_grad)
+    except (ImportError, AttributeError):
+        return None
+    return rows
+
+
+def free_bytes(device: torch.device, ranks: int) -> float:
+    """Return the memory that a rank may still take: of its card, or its share of the host's."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available / ranks
+    return torch.get_device_module(device).mem_get_info(device)[0]

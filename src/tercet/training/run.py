@@ -16,7 +16,7 @@ from tercet import __version__
 from tercet.data.kept import Kept, keep, read_kept
 from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
-from tercet.engine import Engine, open_engine
+from tercet.engine import Engine, EngineSetup, open_engine
 from tercet.errors import InputError, InterruptedRun, RunError
 from tercet.parallel.mesh import lay_out
 from tercet.parallel.world import World
@@ -187,17 +187,19 @@ def _engine(
             "Give the folder or hub name that holds them as model.path, or set model.init=random.",
         )
     return open_engine(
-        spec,
-        strategy,
-        recipe.optim,
-        recipe.train.precision,
-        world,
-        seed=recipe.train.seed,
-        weights=weights,
-        vocabulary=prepared.vocabulary,
-        stop_ids=(prepared.eos_id,),
-        batch_sequences=recipe.train.batch_sequences,
-        swap=swap_folder(recipe, run) if strategy.on_nvme else None,
+        EngineSetup(
+            spec,
+            strategy,
+            recipe.optim,
+            recipe.train.precision,
+            world,
+            seed=recipe.train.seed,
+            weights=weights,
+            vocabulary=prepared.vocabulary,
+            stop_ids=(prepared.eos_id,),
+            batch_sequences=recipe.train.batch_sequences,
+            swap=swap_folder(recipe, run) if strategy.on_nvme else None,
+        )
     )
 
 
@@ -238,8 +240,8 @@ def _open_record(
     def begin() -> None:
         write_json(run.data, prepared.report)
         keep_sources(run, prepared, kept)
-        if isinstance(config := getattr(engine, "config", None), dict):  # what DeepSpeed was told
-            write_json(run.ds_config, config)
+        if engine.config is not None:  # what DeepSpeed was told
+            write_json(run.ds_config, engine.config)
         done_there = [kind for kind, step in done.items() if step == progress.step]
         opened.append(Recorder(run, about["total_steps"], console, progress.step, done_there))
         opened[0].event("resume" if progress.step else "start", **about)

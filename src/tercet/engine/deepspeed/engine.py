@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +19,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tercet.engine import MicroBatch, StepResult, Terms
+from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
+from tercet.engine.base import EngineBase, once_each
 from tercet.engine.deepspeed.async_io import load_libraries
 from tercet.engine.deepspeed.config import deepspeed_config
 from tercet.engine.deepspeed.installed import require_deepspeed
-from tercet.engine.deepspeed.state import MOMENTS, Fragments, restore_scaler, scaler_state
+from tercet.engine.deepspeed.state import Fragments, restore_scaler, scaler_state
 from tercet.engine.optim import UNDECAYED
+from tercet.engine.schedules import loss_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Reader, Save, on_cards, restored
-from tercet.errors import InputError, NotLegalError
-from tercet.model.balance import Balancer
+from tercet.engine.shards import Part, Provider, Save, on_cards, restored
+from tercet.errors import NotLegalError
 from tercet.model.build import make_buffers
-from tercet.model.decode import generate
 from tercet.model.decoder import Decoder, initial_tensor
-from tercet.parallel.mesh import lay_out
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
 from tercet.spec.mesh import TOKENS
-from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
-from tercet.spec.strategy import Strategy
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineBase):
     """Implements tercet.engine.Engine. `config` is DeepSpeed's JSON as it was used."""
 
-    def __init__(
-        self,
-        spec: Model,
-        strategy: Strategy,
-        optim: OptimSection,
-        precision: str,
-        world: World,
-        *,
-        seed: int,
-        weights: Provider | None = None,
-        vocabulary: int | None = None,
-        stop_ids: Sequence[int] = (),
-        batch_sequences: int = 1,
-        swap: Path | None = None,
-    ):
-        """`swap`: the folder for what the strategy keeps on nvme."""
-        if precision == "fp16" and world.device.type == "cpu":
+    def __init__(self, setup: EngineSetup):
+        super().__init__(setup)
+        strategy, optim, precision, weights = setup.strategy, setup.optim, setup.precision, setup.weights
+        on_card = self.world.device.type == "cuda"
+        if precision == "fp16" and not on_card:
             raise NotLegalError(["train.precision: fp16: DeepSpeed has no fp16 on a CPU; use bf16 or fp32 here"])
-        self.spec, self.world, self.seed = spec, lay_out(world, strategy.mesh), seed
-        self._strategy, self._compute = strategy, COMPUTE[precision]
-        self._vocabulary = vocabulary or spec.vocabulary
-        self._stop_ids = tuple(stop_ids)
-        self._accumulation = strategy.accumulation(batch_sequences)
-        self.steps_done = 0  # optimizer steps, skipped ones included; seeds the random numbers of a step
-        self._updates = 0  # of these, the ones that changed the weights: AdamW's own count
-        self._peak: dict[str, int] = {}
-        self._descriptions = {t.name: t for t in spec.tensors()}
+        self._compute = COMPUTE[precision]
+        self._accumulation = strategy.accumulation(setup.batch_sequences)
+        self._descriptions = {t.name: t for t in self.spec.tensors()}
         self.config = deepspeed_config(
-            spec, strategy, optim, precision, batch_sequences, on_card=world.device.type == "cuda", swap=swap
+            self.spec, strategy, optim, precision, setup.batch_sequences, on_card=on_card, swap=setup.swap
         )
         ds = import_deepspeed()
         if strategy.on_nvme:
             load_libraries()
-        _join(world, ds)
+        _join(self.world, ds)
         with _quiet(), _uncompiled():
             self.module = self._build(ds, weights)
             self.engine = self._initialize(ds, optim)
@@ -93,10 +71,7 @@ class DeepSpeedEngine:
         if self._compute != torch.float32:
             # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
             self._fill_masters(lambda name: self._start(name, weights))
-        self.balancer = Balancer(self.module)
-        if weights is not None:
-            for name, bias in self.balancer.biases().items():
-                bias.copy_(weights.tensor(name))
+        self._balance_experts(weights)
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -120,7 +95,7 @@ class DeepSpeedEngine:
                     owner, _, attribute = name.rpartition(".")
                     value = self._start(prefix + name, weights).to(self.world.device, self._compute)
                     setattr(piece.get_submodule(owner), attribute, nn.Parameter(value))
-            if self._strategy.zero == 3:
+            if self.strategy.zero == 3:
                 self.world.meet()  # every rank reads the weights, its disk may be slower
                 # Skips what an earlier call has sharded. float32 is no dtype DeepSpeed's own config knows here.
                 init = ds.zero.Init(
@@ -129,11 +104,11 @@ class DeepSpeedEngine:
                 files = init.param_swapper
 
         for name, layer in module.model.layers.items():
-            recompute(layer, self._strategy.recompute)
+            recompute(layer, self.strategy.recompute)
             fill(layer, f"model.layers.{name}.")
         fill(module, "")
         make_buffers(module, self.world.device)
-        if self._strategy.zero == 3:
+        if self.strategy.zero == 3:
             # The loss multiplies by the head's weight itself, outside of the head's own forward.
             ds.zero.register_external_parameter(module, module.head_weight)
         return module
@@ -158,9 +133,8 @@ class DeepSpeedEngine:
         if len(micro_batches) != self._accumulation:
             raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
         world = self.world
-        tokens = int(world.sum(torch.tensor([sum(b.trained_tokens for b in micro_batches)]), TOKENS).item())
-        terms = terms or Terms(self.spec.balance, self.module.mtp_weight)
-        self.module.balance, self.module.mtp_weight = terms.balance, terms.mtp_weight
+        tokens = self._count_tokens(micro_batches)
+        terms = self._set_terms(terms)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.train()
@@ -171,7 +145,7 @@ class DeepSpeedEngine:
         loss = math.nan
         for n, batch in enumerate(micro_batches):
             seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
-            batch_loss = self._loss(self.engine, batch.to(world.device))
+            batch_loss = loss_of(self.engine, batch.to(world.device))
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
                 loss = world.sum(loss_sum.cpu(), TOKENS).item() / max(tokens, 1)
@@ -186,17 +160,17 @@ class DeepSpeedEngine:
         self.steps_done += 1
         self._updates += updated
         result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
-        return self._rebalance(result, terms) if self.balancer else result
+        return self._rebalance(result, terms)
 
     def _update(self) -> tuple[bool, float]:
         """Run DeepSpeed's optimizer; return whether anything changed, and the norm of the whole gradient."""
         scale = self.loss_scale or 1.0
-        checked = self._strategy.zero > 0 or self._compute != torch.float32
+        checked = self.strategy.zero > 0 or self._compute != torch.float32
         if checked:
             self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             # Stage 0's fp16 optimizer, alone of all, gives the norm of the scaled gradients.
-            return self.engine.was_step_applied(), norm if self._strategy.zero else norm / scale
+            return self.engine.was_step_applied(), norm if self.strategy.zero else norm / scale
         # Stage 0 in fp32 is plain AdamW, which updates whatever the gradients hold.
         norm = nn.utils.get_total_norm([p.grad for p in self._names if p.grad is not None]).item()
         if math.isfinite(norm):
@@ -214,41 +188,7 @@ class DeepSpeedEngine:
     @property
     def _scaler(self) -> Any:
         optimizer = self.engine.optimizer
-        return optimizer.loss_scaler if self._strategy.zero else optimizer.loss_scale_config
-
-    def _loss(self, module: Any, batch: MicroBatch) -> Tensor:
-        return module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
-
-    def _rebalance(self, result: StepResult, terms: Terms) -> StepResult:
-        """Move the experts' biases by the whole step's counts, once, after the optimizer; a skipped step by none."""
-        if not result.updated:
-            self.balancer.drop_counts()
-            return result
-        load = self.balancer.update(self.world.sum(self.balancer.counts(), TOKENS), terms.balance.bias_speed)
-        figures = {"expert_load": load.worst, "idle_experts": load.idle, "expert_choices": load.choices}
-        return replace(result, load=figures, expert_counts=load.counts.long().tolist())
-
-    @torch.no_grad()
-    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
-        self.module.eval()
-        return self._loss(self.module, batch.to(self.world.device)).item(), batch.trained_tokens
-
-    @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-        self.module.eval()
-        return [
-            generate(
-                self.module,
-                len(self.spec.layers),
-                prompt,
-                n,
-                vocabulary=self._vocabulary,
-                device=self.world.device,
-                stop=self._stop_ids,
-                fixed_length=self.world.size > 1,
-            )
-            for prompt in prompts
-        ]
+        return optimizer.loss_scaler if self.strategy.zero else optimizer.loss_scale_config
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), put together one at a time; every rank must run through all of them."""
@@ -259,7 +199,7 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> Save:
         """Write this rank's flat ranges in our own format: DeepSpeed's is a pickle, and bound to the rank count."""
-        position: dict[str, Any] = {"steps_done": self.steps_done, "updates": self._updates}
+        position = self._position()
         if self._compute == torch.float16:
             position["scaler"] = scaler_state(self._scaler)
         background = on_cards(self.fragments.flats)
@@ -285,15 +225,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:
-        reader = Reader(folder)
-        wanted = {f"{what}/{name}" for name in self._descriptions for what in ("weights", *MOMENTS)}
-        wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
-        if reader.keys() != wanted:
-            missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
-            raise InputError(
-                f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
-                "Resume with the recipe of that run.",
-            )
+        reader = self._open_saved(folder)
         for fragment in self.fragments.each():
             row = self._descriptions[fragment.name].shape[1:]
             for what, target in {"weights": fragment.master, **fragment.moments}.items():
@@ -305,9 +237,7 @@ class DeepSpeedEngine:
             return value
 
         self._fill_compute(whole)
-        for name, tensor in self.balancer.state():
-            reader.read_into(f"balance/{name}", 0, tensor)
-        self.steps_done, self._updates = reader.position["steps_done"], reader.position["updates"]
+        self._restore_counts(reader)
         self.fragments.set_updates(self._updates)
         if self._compute == torch.float16:
             restore_scaler(self._scaler, reader.position.get("scaler", {}))
@@ -324,7 +254,7 @@ class DeepSpeedEngine:
         """Bring new values into the weights that compute: each rank its own shard, or everything under 1 and 2."""
         for parameter, name in self._names.items():
             value = whole(name)
-            if self._strategy.zero < 3:
+            if self.strategy.zero < 3:
                 parameter.data.copy_(value)
                 continue
             if parameter.data.numel() == value.numel():  # a small one, that stage 3 leaves whole on every rank
@@ -344,40 +274,26 @@ class DeepSpeedEngine:
     def _held_bytes(self) -> dict[str, int]:
         """Return bytes by ledger row; what an offload holds on the host counts as `states` and `pinned`, as in a plan."""
         rows = self.fragments.held()
-        if self._strategy.zero == 3:
+        if self.strategy.zero == 3:
             rows["weights"] = [p.ds_tensor.data for p in self._names]
             rows["buffers"] += [p.data for p in self._names]  # whole ones: being used, or too small to be cut
         else:
             rows["weights"] = [p.data for p in self._names]
         elsewhere = {}
-        if self._strategy.offload_optimizer != "none":
+        if self.strategy.offload_optimizer != "none":
             elsewhere |= {"master": "states", "optimizer": "states"}
-        if self._strategy.offload_weights != "none":
+        if self.strategy.offload_weights != "none":
             elsewhere |= {"weights": "states"}
-        if "weights" in self._strategy.on_nvme:
+        if "weights" in self.strategy.on_nvme:
             files = next(iter(self._names)).nvme_swapper
             rows["pinned"].append(files.buffers)
         counted: set[int] = set()
         result = dict.fromkeys(rows, 0)
         # Buffers before gradients: in backward a gradient may be a view of a bucket.
         for row in ("pinned", "weights", "master", "optimizer", "buffers", "gradients"):
-            for tensor in rows[row]:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in counted:  # views of one buffer count once
-                    counted.add(storage.data_ptr())
-                    place = elsewhere.get(row, row)
-                    result[place] = result.get(place, 0) + storage.nbytes()
+            place = elsewhere.get(row, row)
+            result[place] = result.get(place, 0) + sum(once_each(rows[row], counted))
         return result
-
-    def _note_peak(self, *rows: str) -> None:
-        """Note what is held now, of these rows or of all."""
-        if self.steps_done < 2:  # every step is alike
-            for row, held in self._held_bytes().items():
-                if not rows or row in rows:
-                    self._peak[row] = max(held, self._peak.get(row, 0))
-
-    def memory(self) -> dict[str, dict[str, int]]:
-        return {"between_steps": self._held_bytes(), "peak": dict(self._peak)}
 
 
 # ------------------------------------------------------------------------------------------- DeepSpeed's own ways
