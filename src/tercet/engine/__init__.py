@@ -103,7 +103,10 @@ class EngineSetup:
 
 
 class Engine(Protocol):
-    config: dict[str, Any] | None  # what another library was told to do, as it was told; None where there is none
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What another library was told to do, as it was told; None where there is none."""
+        ...
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
