@@ -358,7 +358,7 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
                 f"the links are what limits: {share:.0%} of the step is waiting for them even in the best strategy; "
                 "a larger train.batch_sequences, faster links or fewer ranks would use the processors better"
             )
-        found += _against_one(search, best, recipe, ranks)
+        found += _against_fewer(search, best, recipe, ranks)
     if fits:
         idle = fits[0].strategy.idle_rows(work.batch_sequences)
         if idle:
@@ -385,18 +385,42 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
     return found
 
 
-def _against_one(search: Search, best: Candidate, recipe: Recipe, ranks: int) -> list[str]:
-    """Say when several cards are no faster than one, or how well they scale (E02)."""
-    if ranks == 1 or best.strategy.ranks == 1:
+def _against_fewer(search: Search, best: Candidate, recipe: Recipe, ranks: int) -> list[str]:
+    """Say when fewer cards are as fast, or how well all of them scale (E02)."""
+    speed = best.tokens_per_second
+    if ranks == 1 or best.strategy.ranks == 1 or not speed:
         return []
-    one = Search(search.counts, search.work, search.machine.with_ranks(1), search.constants)
-    alone = one.run(recipe.strategy.model_copy(update={"zero": "auto", "reduce_gradients": "auto"}), 1).fits
-    if not alone or not alone[0].tokens_per_second or not best.tokens_per_second:
+    fewer = {n: found for n in _fewer(ranks) if (found := _speed_with(search, recipe, n))}
+    if not fewer:
         return []
-    factor = best.tokens_per_second / alone[0].tokens_per_second
-    if factor < 1:
-        return [f"{ranks} ranks are slower than one over these links ({factor:.2f} times its speed): use --ranks 1"]
+    count = max(fewer, key=lambda n: (fewer[n], -n))
+    if fewer[count] > 1.02 * speed:
+        word = "one rank" if count == 1 else f"{count} ranks"
+        return [
+            f"{ranks} ranks are slower than {word} over these links: {speed:,.0f} against {fewer[count]:,.0f} "
+            f"tokens/s; use --ranks {count}".replace(",", " ")
+        ]
+    if 1 not in fewer:
+        return []
+    factor = speed / fewer[1]
     return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
+
+
+def _fewer(ranks: int) -> list[int]:
+    """Return the numbers of ranks below `ranks` worth trying: one, and the next smaller that is commonly used."""
+    return sorted({1, max(n for n in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if n < ranks)})
+
+
+def _speed_with(search: Search, recipe: Recipe, ranks: int) -> float | None:
+    """Return the best strategy's tokens/s on some of the machine's ranks, those with the widest links; None: none fits."""
+    fewer = Search(search.counts, search.work, search.machine.widest(ranks), search.constants)
+    section = (
+        recipe.strategy
+        if ranks > 1
+        else recipe.strategy.model_copy(update={"zero": "auto", "reduce_gradients": "auto"})
+    )
+    found = fewer.run(section, ranks).fits
+    return found[0].tokens_per_second if found else None
 
 
 def error_bars(machine: Machine) -> dict[str, Any]:

@@ -66,16 +66,18 @@ def rates(job: Job, machine: Machine, c: Constants) -> Rates | None:
         rate, memory = machine.measured[key] * share, machine.measured["memory"] * share
         return Rates(rate, rate, rate * 0.3, memory, None)
     card = machine.card
+    measured = machine.measured
     reached = (card.reached or 0.87) * (c.matmul_share_geforce if card.geforce else c.matmul_share)
-    plain = card.flops["bf16"] * reached
-    measured = machine.measured.get("matmul_bf16")
-    if measured:
-        plain = measured * c.matmul_share
+    plain = card.flops["bf16"] * min(reached, card.sustained)
+    if "matmul_bf16" in measured:
+        plain = measured["matmul_bf16"] * c.matmul_share
     kind = job.matmul
-    if kind in ("fp8", "int8") and kind in card.flops:
-        rate = card.flops[kind] * (c.fp8_share if kind == "fp8" else c.int8_share)
+    if f"matmul_{kind}" in measured:
+        rate = measured[f"matmul_{kind}"] * (c.fp8_share if kind == "fp8" else c.matmul_share)
+    elif kind in ("fp8", "int8") and kind in card.flops:
+        rate = card.flops[kind] * min(c.fp8_share if kind == "fp8" else c.int8_share, card.sustained)
     elif kind == "fp16_fast" and "fp16_fast" in card.flops:
-        rate = max(plain, card.flops["fp16_fast"] * c.fast_share)
+        rate = max(plain, card.flops["fp16_fast"] * min(c.fast_share, card.sustained))
     elif kind == "fp32":
         rate = plain / 2  # TF32 tensor cores run at half of bf16's rate
     else:
@@ -84,8 +86,10 @@ def rates(job: Job, machine: Machine, c: Constants) -> Rates | None:
     links = machine.host_links()
     host = min((x for x in links if x), default=None)
     other = rate if kind in ("fp16_fast", "fp32") else plain
-    memory = machine.measured.get("memory", card.bandwidth * c.bandwidth_share)
-    return Rates(rate, other, plain * attention, memory, host * c.host_share if host else None)
+    memory = measured.get("memory", card.bandwidth * c.bandwidth_share)
+    if host and "host_to_card" not in measured:
+        host *= c.host_share
+    return Rates(rate, other, plain * attention, memory, host)
 
 
 def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str, float] | None:
@@ -96,9 +100,9 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
     one = micro_batch(counts, job, speed, c)
     step = {row: one[row] * job.accumulation for row in ROWS}
     compute = sum(step.values())
-    step["optimizer"] = optimizer_seconds(counts, job, speed, c)
+    step["optimizer"] = optimizer_seconds(counts, job, machine, speed, c)
     if job.transport == "round-robin":
-        return _round_robin(counts, job, step, compute, speed, c)
+        return _round_robin(counts, job, machine, step, compute, speed, c)
     if job.pipeline > 1:
         # 1F1B waits (stages - 1) micro-batches at both ends together (arXiv 2104.04473).
         step = {row: v / job.pipeline if row in one else v for row, v in step.items()}
@@ -192,13 +196,15 @@ def _kernels(kind: LayerKind, job: Job) -> float:
     return forward * (1 + again + BACKWARD_KERNELS)
 
 
-def optimizer_seconds(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
+def optimizer_seconds(counts: Counts, job: Job, machine: Machine, speed: Rates, c: Constants) -> float:
     """Return seconds of clipping and updating what one rank owns (or of the host's update for all ranks)."""
     trained = counts.trained_parameters
     if "optimizer" in job.offload:
         # Asynchronous pipelines hide it (see _round_robin); a blocking one waits for the whole host.
-        return 0.0 if job.transport == "round-robin" else trained / c.cpu_adam
+        return 0.0 if job.transport == "round-robin" else host_update(counts, job, machine, c)
     own = trained / (job.shards if job.zero else 1)
+    if machine.card is None and "cpu_adam" in machine.measured:  # measured with all cores, which the ranks share
+        return own * machine.ranks / machine.measured["cpu_adam"]
     moved = 2 * (job.master_bytes or job.weight_bytes) + 2 * job.state_bytes + 3 * job.gradient_bytes + job.weight_bytes
     return own * moved / speed.memory
 
@@ -266,8 +272,9 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
     """Return (seconds that computing can hide, seconds that it cannot) of all collectives of a step."""
     found = collectives(counts, job)
     rate = bus(job, machine, c)
-    if not found or rate is None:
+    if not found or (rate is None and not any(x.kind in machine.measured for x in found)):
         return 0.0, 0.0
+    rate = rate or min(machine.measured[x.kind] for x in found if x.kind in machine.measured)
     hidden = 0.0
     number = sum(x.count for x in found if x.can_hide)
     bare = number * machine.measured.get("collective_latency", LATENCY[machine.kind]) * (1 - c.overlap)
@@ -339,7 +346,7 @@ def nvme_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> fl
 
 
 def _round_robin(
-    counts: Counts, job: Job, step: dict[str, float], compute: float, speed: Rates, c: Constants
+    counts: Counts, job: Job, machine: Machine, step: dict[str, float], compute: float, speed: Rates, c: Constants
 ) -> dict[str, float]:
     """Host-resident weights, stages dealt to cards in turn: compute or each card's link, whichever is longer.
 
@@ -356,13 +363,14 @@ def _round_robin(
     step = {**step, "bubble": compute * (1 / c.pipeline_share - 1), "optimizer": 0.0}
     step["host"] = max(0.0, host - compute / c.pipeline_share)
     if not frozen and "optimizer" in job.offload:
-        step["host"] = max(step["host"], adapter_free_update(counts, c) - compute / c.pipeline_share)
+        step["host"] = max(step["host"], host_update(counts, job, machine, c) - compute / c.pipeline_share)
     return step
 
 
-def adapter_free_update(counts: Counts, c: Constants) -> float:
-    """Return seconds of the host's AdamW over all parameters."""
-    return counts.parameters / c.cpu_adam
+def host_update(counts: Counts, job: Job, machine: Machine, c: Constants) -> float:
+    """Return seconds of the host's AdamW over all trained parameters, once; replicas each have their own."""
+    copies = job.shards if job.zero == 0 else 1
+    return copies * counts.trained_parameters / machine.measured.get("cpu_adam", c.cpu_adam)
 
 
 def step_seconds(rows: dict[str, float]) -> float:

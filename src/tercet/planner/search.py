@@ -20,6 +20,7 @@ from tercet.spec.strategy import Recompute, Strategy, Work
 from tercet.units import show_bytes
 
 LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
+LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
 UNMEASURED_MICRO_TOKENS = 8192  # where no speed is known, about where CPUs stop gaining
 
 
@@ -51,7 +52,7 @@ class Candidate:
 
     def order(self) -> tuple[Any, ...]:
         """Sort key, best first. Without known speeds: least recomputing, then least sent, then simplest."""
-        recompute = ("none", "selective", "full").index(self.strategy.recompute)
+        recompute = LEVELS.index(self.strategy.recompute)
         if self.seconds is not None:
             # Differences below half a percent mean nothing; then the simpler and the smaller wins.
             return (
@@ -167,22 +168,21 @@ class Search:
         return f"{words}; {self.way_out(candidate)}"
 
     def way_out(self, candidate: Candidate) -> str:
+        """Return the smallest change by which it fits: of the card's memory, or of the host's where only that is short."""
         strategy = candidate.strategy
-        for recompute in ("selective", "full"):
-            if ("none", "selective", "full").index(recompute) <= ("none", "selective", "full").index(
-                strategy.recompute
-            ):
-                continue
+        card, host = self.overflow(candidate)
+        if host and not card:
+            files = self._in_files(strategy) if strategy.engine == "deepspeed" else None
+            return files or f"add {show_bytes(host)} of host RAM or take a smaller model"
+        for recompute in LEVELS[LEVELS.index(strategy.recompute) + 1 :]:
             other = self.candidate(replace(strategy, recompute=recompute))
             if self.fits(other):
                 return f"recompute: {recompute} saves {show_bytes(candidate.need - other.need)} and fits"
-        for zero in range(strategy.zero + 1, 4):
-            if strategy.ranks == 1:
-                break
+        for zero in range(strategy.zero + 1, 4) if strategy.ranks > 1 else ():
             other = self.candidate(_with_zero(strategy, zero))
             if self.fits(other):
                 return f"zero: {zero} saves {show_bytes(candidate.need - other.need)} and fits"
-        if strategy.engine == "deepspeed" and self.overflow(candidate)[1]:
+        if strategy.engine == "deepspeed" and host:
             files = self._in_files(strategy)
             if files is not None:
                 return files
@@ -212,9 +212,8 @@ class Search:
         return None
 
     def _more_hardware(self, strategy: Strategy) -> str:
-        smallest = self.candidate(
-            _with_zero(replace(strategy, recompute="full", micro_batch=1), 3 if strategy.ranks > 1 else 0)
-        )
+        zero = 3 if strategy.ranks > 1 or strategy.engine == "deepspeed" else 0
+        smallest = self.candidate(_with_zero(replace(strategy, recompute="full", micro_batch=1), zero))
         for ranks in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
             if ranks <= strategy.ranks or self.machine.card is None:
                 continue
@@ -229,8 +228,9 @@ class Search:
                 return f"{ranks} such cards with zero: 3 and recompute: full would fit"
         card, host = self.overflow(smallest)
         if card:
-            return f"even zero: 3 with recompute: full needs {show_bytes(card)} more per card: take a smaller model"
-        return f"add {show_bytes(host)} of host RAM or take a smaller model"
+            name = f"zero: {zero} with recompute: full" if zero else "recompute: full"
+            return f"even {name} needs {show_bytes(card)} more per card: take a smaller model"
+        return f"with zero: {zero}, recompute: full and micro-batch 1 add {show_bytes(host)} of host RAM or take a smaller model"
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:

@@ -21,6 +21,7 @@ from tercet.spec.cards import Row, bytes_of
 from tercet.spec.machine import GIB
 
 SECONDS = 0.6  # per measurement
+LARGER_THAN_CACHES = 1_600_000_000  # bytes; the largest last-level cache of one socket today is 1.15 GB (EPYC 9684X)
 
 
 def rate(work: float, run: Callable[[], Any], device: torch.device, seconds: float = SECONDS) -> float:
@@ -68,9 +69,16 @@ def matmul_fp8(device: torch.device) -> float | None:
         return None
 
 
+def probe_bytes() -> int:
+    """Return how much host memory a probe passes through: more than any server's cache, less than is free here."""
+    import psutil
+
+    return min(LARGER_THAN_CACHES, psutil.virtual_memory().available // 4)
+
+
 def memory(device: torch.device) -> float:
     """Return bytes/s of a copy within the device's memory, read and written bytes together."""
-    n = 2**28 if device.type == "cuda" else 2**25
+    n = 2**28 if device.type == "cuda" else probe_bytes() // 2
     source, target = torch.zeros(n // 4, device=device), torch.zeros(n // 4, device=device)
     return rate(2.0 * n, lambda: target.copy_(source), device)
 
@@ -95,8 +103,9 @@ def host_copies(devices: list[torch.device]) -> dict[str, float]:
     return found
 
 
-def cpu_adam(parameters: int = 4_000_000) -> float:
-    """Return parameters/s of PyTorch's fused AdamW on the host, in fp32."""
+def cpu_adam() -> float:
+    """Return parameters/s of PyTorch's fused AdamW on the host, in fp32: weight, gradient and two moments each."""
+    parameters = probe_bytes() // 16
     p = torch.nn.Parameter(torch.zeros(parameters))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW([p], lr=1e-3, fused=True)

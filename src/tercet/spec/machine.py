@@ -25,6 +25,10 @@ from tercet.units import parse_bytes
 
 GIB = 2**30
 
+# GeForce rates are quoted at the guaranteed boost clock; cards with room in power and heat hold up to a ninth more
+# (RTX 4090: quoted at 2.52 GHz, 2.7 to 2.8 in use).
+BOOST = 2.8 / 2.52
+
 # PyTorch sees 98.0 % (RTX 5090) to 98.9 % (H100) of a card's nominal memory: the driver keeps the rest. The
 # five cards with a reported figure stand in gpus.toml as usable_gib; the others take the lowest share of those.
 USABLE_SHARE = 0.980
@@ -57,8 +61,13 @@ class Gpu:
 
     @property
     def geforce(self) -> bool:
-        """Consumer cards halve the rate of fp32 accumulation and run above their quoted clock."""
-        return "fp16_fast" in self.flops and self.flops["fp16_fast"] > 1.5 * self.flops["bf16"]
+        """Whether it is a consumer card: these run above the clock that their rates are quoted at."""
+        return re.match(r"RTX [2-5]0[5-9]0\b", self.name) is not None
+
+    @property
+    def sustained(self) -> float:
+        """Arithmetic that no kernel exceeds, as a share of the quoted rates."""
+        return BOOST if self.geforce else 1.0
 
     @property
     def host_link(self) -> float | None:
@@ -208,13 +217,18 @@ class Machine:
         """Return each card's bytes per second to the host."""
         if self.card is None:
             return (None,) * self.ranks
-        if "host_to_card" in self.measured and self.lanes is None:
+        if "host_to_card" in self.measured:
             return (self.measured["host_to_card"],) * self.ranks
         lanes = self.lanes or (self.card.pcie_lanes,) * self.ranks
         return tuple(link_bytes_per_s(self.card.pcie_generation, n) for n in lanes)
 
     def with_ranks(self, ranks: int) -> Machine:
         return replace(self, ranks=ranks, lanes=self.lanes[:ranks] if self.lanes else None)
+
+    def widest(self, ranks: int) -> Machine:
+        """Return the machine with only that many of its cards, those in the widest slots."""
+        lanes = tuple(sorted(self.lanes, reverse=True)[:ranks]) if self.lanes else None
+        return replace(self, ranks=ranks, lanes=lanes)
 
     def describe(self) -> str:
         if self.card is None:
@@ -226,6 +240,8 @@ class Machine:
 MEASURED = (
     "matmul_fp32",
     "matmul_bf16",
+    "matmul_fp16",
+    "matmul_fp8",
     "memory",
     "host_to_card",
     "all_reduce",
@@ -235,6 +251,9 @@ MEASURED = (
     "cpu_adam",
     "disk_write",
 )
+
+
+OVER_LINKS = frozenset(("host_to_card", "all_reduce", "all_gather", "reduce_scatter", "collective_latency"))
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
@@ -282,7 +301,9 @@ def machine_of(
         if links is not None:
             if found.card is None:
                 raise InputError("--links describes cards, and this machine has none", "Name them: --gpus 3x4090")
-            found = replace(found, lanes=parse_links(links, found.ranks))
+            # Other links than this machine's: what was measured over its own says nothing about them.
+            kept = {k: v for k, v in found.measured.items() if k not in OVER_LINKS}
+            found = replace(found, lanes=parse_links(links, found.ranks), measured=kept)
         return replace(found, host_bytes=host, host_limit=None) if host is not None else found
     count, card = parse_gpus(gpus)
     if ranks is not None and ranks > count:

@@ -205,8 +205,8 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"
         )
     data_ranks = strategy.mesh.data_ranks
-    if data_ranks * strategy.micro_batch > work.batch_sequences and strategy.micro_batch > 1:
-        fits = max(1, work.batch_sequences // data_ranks)
+    fits = ceil(work.batch_sequences / data_ranks)  # places beyond the batch stay idle, as they do with accumulation
+    if strategy.micro_batch > fits:
         why.append(
             f"{data_ranks} ranks times micro-batch {strategy.micro_batch} exceed train.batch_sequences "
             f"{work.batch_sequences}; the largest micro-batch is {fits}"
