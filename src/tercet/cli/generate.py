@@ -1,4 +1,4 @@
-"""tercet generate: continue a prompt with a trained model."""
+"""tercet generate: continue prompts with a trained model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,97 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def generate(
         folder: Annotated[
-            str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a Hugging Face model folder.")
+            str, typer.Argument(metavar="RUN|FOLDER", help="A run folder, a Hugging Face model folder or a .gguf file.")
         ],
-        prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+        prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+        file: Annotated[
+            str | None, typer.Option(help="Prompts: one a line, or .jsonl with a `prompt` in each row; - is stdin.")
+        ] = None,
+        batch: Annotated[int, typer.Option(help="Prompts computed side by side.", min=1, max=256)] = 8,
         tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 64,
         temperature: Annotated[float, typer.Option(help="0 takes the most probable token.", min=0.0)] = 0.0,
+        top_k: Annotated[int, typer.Option(help="Choose among so many most probable tokens; 0: all.", min=0)] = 0,
         top_p: Annotated[
             float, typer.Option(help="Choose among the most probable tokens that reach this sum.", min=0.0, max=1.0)
         ] = 1.0,
+        min_p: Annotated[
+            float, typer.Option(help="Leave out tokens below this share of the most probable one.", min=0.0, max=1.0)
+        ] = 0.0,
+        repetition_penalty: Annotated[
+            float, typer.Option(help="Above 1 makes tokens of the text so far less likely.", min=0.01)
+        ] = 1.0,
+        stop: Annotated[list[str] | None, typer.Option(help="End in front of this text; may be repeated.")] = None,
         seed: Annotated[int, typer.Option(help="Of the choice at temperature above 0.")] = 0,
-        as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, one object a prompt.")] = False,
     ) -> None:
-        """Continue PROMPT with a trained model."""
-        from tercet.inference.generate import generate_text
+        """Continue PROMPT, or every prompt of a file, with a trained model.
 
-        text, ids = generate_text(folder, prompt, tokens, temperature=temperature, top_p=top_p, seed=seed)
-        if as_json:
-            import orjson
+        Example: tercet generate runs/first-light-1 "The for statement" --temperature 0.8
+        """
+        from tercet.inference.sampling import Sampling
 
-            typer.echo(orjson.dumps({"prompt": prompt, "text": text, "tokens": ids}).decode())
-        else:
-            typer.echo(prompt + text)
+        prompts = read_prompts(prompt, file)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        if len(prompts) == 1 and not as_json:
+            _show(folder, prompts[0], tokens, sampling, stop or [])
+            return
+        from tercet.inference.generate import answers
+        from tercet.inference.served import open_served
+
+        for answer in answers(open_served(folder), prompts, tokens, sampling, stop or [], batch):
+            if as_json:
+                import orjson
+
+                typer.echo(orjson.dumps(vars(answer)).decode())
+            else:
+                typer.echo(answer.prompt + answer.text)
+
+
+def _show(folder: str, prompt: str, tokens: int, sampling, stops: list[str]) -> None:
+    """Print the prompt and its continuation as it comes."""
+    from tercet.inference.batch import Batch
+    from tercet.inference.generate import stream
+    from tercet.inference.served import open_served
+
+    served = open_served(folder)
+    batch = Batch(served.model, 1, vocabulary=served.vocabulary)
+    pieces = stream(served, batch, served.prompt_ids(prompt), tokens, sampling, stops)
+    first = next(pieces, "")  # an error comes before anything is printed
+    typer.echo(prompt + first, nl=False)
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def read_prompts(prompt: str | None, file: str | None) -> list[str]:
+    """Return the prompts of an argument or of a file. Raises InputError for neither, both, or a row without one."""
+    import sys
+    from pathlib import Path
+
+    from tercet.errors import InputError
+
+    if (prompt is None) == (file is None):
+        raise InputError("give a PROMPT, or --file with prompts", 'For example: tercet generate RUN "Once upon a time"')
+    if prompt is not None:
+        return [prompt]
+    assert file is not None
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise InputError(f"{file} holds no prompt")
+    if not file.endswith(".jsonl"):
+        return [line for _, line in lines]
+    import orjson
+
+    found = []
+    for n, line in lines:
+        try:
+            found.append(orjson.loads(line)["prompt"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise InputError(f'{file}, line {n}: a row is {{"prompt": "…"}}') from None
+        if not isinstance(found[-1], str):
+            raise InputError(f"{file}, line {n}: prompt is no text")
+    return found

@@ -1,43 +1,89 @@
-"""Text from a model folder and a prompt."""
+"""Text from a model and prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tercet.data.tokenizer import load
 from tercet.errors import InputError
-from tercet.model.decode import generate
-from tercet.spec.families import read_config
-from tercet.weights.reading import load_model, model_place
+from tercet.inference.batch import Batch
+from tercet.inference.sampling import Sampling
+from tercet.inference.served import Served, open_served
+from tercet.inference.text import TextStream
+
+
+@dataclass(frozen=True)
+class Answer:
+    """finish: "stop" (an end of text or a stop string came) or "length"."""
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    finish: str
+
+
+def stream(
+    served: Served, batch: Batch, ids: Sequence[int], limit: int, sampling: Sampling, stops: Sequence[str]
+) -> Iterator[str]:
+    """Yield the text of one answer as it comes."""
+    text = _admit(batch, served, ids, limit, sampling)
+    shown = TextStream(served.decode, ids, stops)
+    try:
+        seen = 0
+        while not text.done and not shown.stopped:
+            batch.step()
+            for token in text.new[seen:]:
+                if piece := shown.push(token):
+                    yield piece
+            seen = len(text.new)
+        if rest := shown.finish():
+            yield rest
+    finally:
+        batch.remove(text)
+
+
+def _admit(batch: Batch, served: Served, ids: Sequence[int], limit: int, sampling: Sampling):
+    try:
+        return batch.add(ids, limit, sampling, served.stop)
+    except ValueError as error:
+        raise InputError(f"{error}", "Give at least one character, and less than the model's context.") from None
+
+
+def answers(
+    served: Served, prompts: Sequence[str], limit: int, sampling: Sampling, stops: Sequence[str] = (), rows: int = 8
+) -> list[Answer]:
+    """Return the answer to each prompt, up to `rows` computed side by side. Raises InputError for an empty prompt."""
+    batch = Batch(served.model, min(rows, max(1, len(prompts))), vocabulary=served.vocabulary)
+    found: dict[int, Answer] = {}
+    going: list[tuple[int, object, TextStream]] = []
+    waiting = list(enumerate(prompts))
+    while waiting or going:
+        while waiting and batch.has_room:
+            n, prompt = waiting.pop(0)
+            ids = served.prompt_ids(prompt)
+            going.append((n, _admit(batch, served, ids, limit, sampling), TextStream(served.decode, ids, stops)))
+        got = batch.step()
+        for entry in list(going):
+            n, text, shown = entry
+            if text in got and not text.ended:
+                shown.push(text.new[-1])
+            if text.done or shown.stopped:
+                shown.finish()
+                finish = "stop" if text.ended or shown.stopped else "length"
+                found[n] = Answer(prompts[n], shown.text, text.new, finish)
+                batch.remove(text)
+                going.remove(entry)
+    return [found[n] for n in range(len(prompts))]
 
 
 def generate_text(
     folder: str | Path, prompt: str, tokens: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
 ) -> tuple[str, list[int]]:
-    """Return (continuation, its ids). `folder` is a run folder or a Hugging Face folder with a tokenizer.
+    """Return (continuation, its ids). `folder` is a run folder, a Hugging Face folder or a .gguf file.
 
     Raises InputError when the folder has no model or no tokenizer, or the prompt has no token.
     """
-    path = Path(folder).expanduser()
-    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
-        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
-    path = model_place(folder)
-    model = load_model(path)
-    tokenizer = load(path)
-    ids = [*tokenizer.before.tolist(), *tokenizer.encode([prompt])[0].tolist()]
-    if not ids:
-        raise InputError("the prompt has no tokens", "Give at least one character.")
-    eos = read_config(path).get("eos_token_id", tokenizer.eos_id)
-    stop = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    new = generate(
-        model,
-        len(model.spec.layers),
-        ids,
-        tokens,
-        vocabulary=min(tokenizer.size, model.spec.vocabulary),
-        stop=stop,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
-    return tokenizer.decode(new), new
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    found = answers(open_served(folder), [prompt], tokens, sampling)[0]
+    return found.text, found.tokens

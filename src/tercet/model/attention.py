@@ -125,6 +125,13 @@ def attend(
     return out.view(batch, tokens, *out.shape[1:])[..., :size]
 
 
+def attend_masked(q_BTHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return (B, T, H, D of v) for what `mask` (B, 1, T, L) lets each new token see; without one it sees all."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BLKD, v_BLKD))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
 def _widen(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tercet.model.cache import Growing
+
 Forward = Callable[..., Tensor]  # the module, sharded or not: (input_ids, positions=, caches=) -> logits
 
 
@@ -34,7 +36,7 @@ def generate(
     if not prompt:
         raise ValueError("the prompt has no tokens")
     generator = torch.Generator().manual_seed(seed)
-    caches: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    caches = [Growing() for _ in range(layers)]
     ids, fresh, done = list(prompt), list(prompt), False
     result: list[int] = []
     for _ in range(new_tokens):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tercet.model.attention import Documents
 from tercet.model.balance import Tally
-from tercet.model.gqa import Attention, Cache
+from tercet.model.cache import Cache
+from tercet.model.gqa import Attention
 from tercet.model.linear import Embedding, Linear
 from tercet.model.mla import LatentAttention
 from tercet.model.moe import MixtureOfExperts
@@ -126,7 +127,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
-        caches: list[Cache] | None = None,
+        caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss, a scalar.
 

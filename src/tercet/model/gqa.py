@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from tercet.model.attention import Documents, attend
+from tercet.model.attention import Documents, attend, attend_masked
+from tercet.model.cache import Cache
 from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, rotate
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.model import Model
-
-Cache = dict[str, Tensor]  # what one layer keeps of the tokens so far; its keys are the attention's own
 
 
 class Attention(nn.Module):
@@ -39,8 +37,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
-            if cache:
-                k, v = torch.cat((cache["k"], k), 1), torch.cat((cache["v"], v), 1)
-            cache["k"], cache["v"] = k, v
+            k, v = cache.add("k", k), cache.add("v", v)
+            if (mask := cache.mask(self.window)) is not None:
+                return self.o_proj(attend_masked(q, k, v, mask, self.head_dim**-0.5).flatten(2))
         out = self.attend(q, k, v, documents, self.head_dim**-0.5, self.window)
         return self.o_proj(out.flatten(2))

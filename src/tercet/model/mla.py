@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tercet.model.attention import Documents, attend
-from tercet.model.gqa import Cache
+from tercet.model.attention import Documents, attend, attend_masked
+from tercet.model.cache import Cache
 from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, latent_softmax_factor, rotate, rotate_interleaved
@@ -47,15 +47,32 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_rank, s.rope_dim), dim=-1)
         latent = self.kv_a_layernorm(latent)
         k_rope = self._turn(k_rope.unsqueeze(2), table)  # one head, shared by all
+        mask = None
         if cache is not None:
-            if cache:
-                latent = torch.cat((cache["latent"], latent), 1)
-                k_rope = torch.cat((cache["k_rope"], k_rope), 1)
-            cache["latent"], cache["k_rope"] = latent, k_rope
+            latent, k_rope = cache.add("latent", latent), cache.add("k_rope", k_rope)
+            mask = cache.mask(None)
+            if x.shape[1] == 1:
+                return self._absorbed(q_nope, self._turn(q_rope, table), latent, k_rope, mask)
         k_nope, v = self.kv_b_proj(latent).view(*latent.shape[:2], s.heads, -1).split((s.nope_dim, s.value_dim), dim=-1)
         q = torch.cat((q_nope, self._turn(q_rope, table)), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, s.heads, -1)), dim=-1)
+        if mask is not None:
+            return self.o_proj(attend_masked(q, k, v, mask, self.scale).flatten(2))
         return self.o_proj(self.attend(q, k, v, documents, self.scale).flatten(2))
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend in the latent itself, as one key-value head that all query heads share.
+
+        The same numbers by another order of products: the keys' up-projection is moved to the query, the values' to
+        the result (section 2.1.2: "absorbed"). For one new token this spares expanding all that is kept.
+        """
+        s = self.spec
+        up = self.kv_b_proj.weight.view(s.heads, s.nope_dim + s.value_dim, s.kv_rank)
+        up_keys, up_values = up.split((s.nope_dim, s.value_dim), dim=1)
+        q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, up_keys), q_rope), dim=-1)
+        k = torch.cat((latent.unsqueeze(2), k_rope), dim=-1)
+        found = attend_masked(q, k, latent.unsqueeze(2), mask, self.scale)
+        return self.o_proj(torch.einsum("bthr,hvr->bthv", found, up_values).flatten(2))
 
     def _turn(self, x: Tensor, table: Table) -> Tensor:
         """Rotate in the table's type, which is fp32 where the family's own code wants it."""

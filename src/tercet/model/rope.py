@@ -50,7 +50,7 @@ def _dynamic(rope: Rope, dim: int, positions: Tensor, exponent: Tensor) -> Tenso
     Follows from the positions at hand alone, so the same text gives the same numbers whatever came before.
     """
     trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    longest = torch.clamp(positions.max() + 1, min=trained)
+    longest = torch.clamp(positions.amax(-1) + 1, min=trained)[:, None, None]  # of each row: rows do not meet
     theta = rope.theta * ((factor * longest / trained) - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / theta**exponent
 

@@ -1,0 +1,96 @@
+"""A model ready to answer: weights, tokenizer, template, ends of text; from a run, a folder or a .gguf file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tercet.data.tokenizer import Tokenizer, load
+from tercet.errors import InputError
+from tercet.inference.template import Messages, find_template, render
+from tercet.spec.families import read_config, read_json_object
+from tercet.weights.reading import load_model, model_place
+
+
+@dataclass
+class Served:
+    """`suggested`: the sampling settings that came with the model (generation_config.json)."""
+
+    name: str
+    place: Path
+    model: nn.Module
+    tokenizer: Tokenizer
+    template: str | None
+    stop: tuple[int, ...]
+    suggested: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def vocabulary(self) -> int:
+        return min(self.tokenizer.size, self.model.spec.vocabulary)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def context_tokens(self) -> int:
+        return self.model.spec.context_tokens  # type: ignore[union-attr, return-value]
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return a prompt's ids as a document begins: bos (where the model has one), then the text as text."""
+        return [*self.tokenizer.before.tolist(), *self.tokenizer.encode([text])[0].tolist()]
+
+    def chat_ids(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids of a chat up to where the answer begins; control tokens in the template are control tokens.
+
+        Raises InputError when the model has no template. A template that writes bos itself gets no second one.
+        """
+        if self.template is None:
+            raise InputError(
+                f"{self.name} has no chat template: it was trained to continue text, not to chat",
+                "Continue a text: tercet generate, or /v1/completions.",
+            )
+        backend = self.tokenizer.backend
+        named = {
+            "bos_token": self.tokenizer.bos_id,
+            "eos_token": self.tokenizer.eos_id,
+            "pad_token": self.tokenizer.pad_id,
+        }
+        special = {name: backend.id_to_token(i) for name, i in named.items() if i is not None}
+        text = render(self.template, messages, special, tools)
+        backend.encode_special_tokens = False
+        try:
+            ids = backend.encode(text, add_special_tokens=False).ids
+        finally:
+            backend.encode_special_tokens = True
+        before = self.tokenizer.before.tolist()
+        return ids if ids[: len(before)] == before else [*before, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without control tokens."""
+        return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
+
+
+def open_served(name: str | Path, dtype: str | None = None) -> Served:
+    """Load what `name` means. Raises InputError when it holds no model or no tokenizer."""
+    path = Path(name).expanduser()
+    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
+        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+    place = model_place(name)
+    tokenizer = load(place)
+    settings = place / "generation_config.json"
+    suggested = read_json_object(settings) if settings.is_file() else {}
+    stop = [tokenizer.eos_id]
+    for source in (read_config(place), suggested):
+        ends = source.get("eos_token_id")
+        stop += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    model = load_model(place, dtype)
+    return Served(
+        path.resolve().name if path.exists() else str(name),
+        place,
+        model,
+        tokenizer,
+        find_template(place),
+        tuple(dict.fromkeys(stop)),
+        suggested,
+    )

@@ -1,0 +1,55 @@
+"""Sampling against transformers' own warpers and against counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tercet.inference.sampling import Sampling, choose
+
+LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
+TEXT = [3, 7, 7, 20]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_k=5),
+        Sampling(temperature=1.5, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=0.9, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    ],
+)
+def test_frequencies_are_those_of_transformers_probabilities(how):
+    scores = LOGITS[None]
+    ids = torch.tensor([TEXT])
+    for warper in (
+        RepetitionPenaltyLogitsProcessor(how.repetition_penalty),
+        TemperatureLogitsWarper(how.temperature),
+        *([TopKLogitsWarper(how.top_k)] if how.top_k else []),
+        *([TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []),
+        *([MinPLogitsWarper(how.min_p)] if how.min_p else []),
+    ):
+        scores = warper(ids, scores)
+    expected = scores.softmax(-1)[0]
+    chance = how.generator()
+    counts = torch.zeros(50)
+    for _ in range(2000):
+        counts[choose(LOGITS, TEXT, how, chance)[0]] += 1
+    assert not counts[expected == 0].any()
+    assert (counts / 2000 - expected).abs().max() < 0.05
+
+
+def test_zero_temperature_takes_the_best_and_the_penalty_acts_there_too():
+    best = int(LOGITS.argmax())
+    assert choose(LOGITS, [], Sampling(), Sampling().generator())[0] == best
+    penalised = Sampling(repetition_penalty=100.0)
+    assert choose(LOGITS, [best], penalised, penalised.generator())[0] != best
