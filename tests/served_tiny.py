@@ -31,7 +31,7 @@ def save_served(folder: Path, template: str | None = CHATML, seed: int = 3, **si
         t.name: torch.randn(t.shape, generator=generator) * (1.0 if "embed" in t.name else 0.6 * t.shape[-1] ** -0.5)
         if len(t.shape) > 1
         else torch.ones(t.shape)
-        for t in spec.tensors()
+        for t in (*spec.tensors(), *spec.buffers())
     }
     ids = {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
     save_folder(folder, spec, tensors.items(), torch.float32, token_ids=ids)

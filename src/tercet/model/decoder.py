@@ -90,7 +90,7 @@ class Carried:
     borders: Documents | None
     table: Table
     tally: Tally | None
-    caches: list[Cache] | None
+    caches: Sequence[Cache] | None
     training: bool
 
 
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
-        caches: list[Cache] | None = None,
+        caches: Sequence[Cache] | None = None,
     ) -> tuple[Tensor, Carried]:
         """Return (what goes into the first block, what every block needs besides); arguments as in `forward`."""
         if positions is None:

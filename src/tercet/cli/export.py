@@ -1,0 +1,50 @@
+"""tercet export: a trained model for other programs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def export(
+        folder: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a model folder.")],
+        output: Annotated[str, typer.Option(help="What to write: a folder, or for gguf a file.")],
+        format: Annotated[
+            Literal["hf", "gguf"], typer.Option(help="hf: safetensors for transformers, vLLM; gguf: llama.cpp.")
+        ] = "hf",
+        dtype: Annotated[
+            Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: hf as trained, gguf fp16.")
+        ] = None,
+        shard: Annotated[str, typer.Option(help="hf: size of a file at most.")] = "4GB",
+        as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    ) -> None:
+        """Write a trained model for other programs; it is read back and compared, or not kept.
+
+        Example: tercet export runs/first-light-1 --format gguf --output first-light.gguf
+        """
+        import sys
+        from pathlib import Path
+
+        from tercet.inference.export import export_gguf, export_hf
+        from tercet.units import parse_bytes
+
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            print(text, file=sys.stderr, flush=True)
+
+        target = Path(output).expanduser()
+        if format == "hf":
+            written = export_hf(folder, target, dtype, parse_bytes(shard), say)
+        else:
+            written = export_gguf(folder, target, dtype, say)
+        if as_json:
+            import orjson
+
+            typer.echo(orjson.dumps({"output": str(written), "format": format, "checks": said}).decode())
+        else:
+            typer.echo(str(written))

@@ -1,0 +1,203 @@
+"""A trained model as others' programs read it. Every export is read back and compared before it is called done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from tercet.data.tokenizer import load
+from tercet.errors import InputError, TercetError
+from tercet.inference.template import find_template
+from tercet.spec.families import describe
+from tercet.spec.model import Model
+from tercet.spec.recipe import ModelSection
+from tercet.units import show_bytes
+from tercet.weights.gguf_writing import check_writable, write_gguf
+from tercet.weights.reading import DTYPES, load_model, model_place, open_weights, stored_dtype
+from tercet.weights.stored import Stored
+from tercet.weights.writing import save_folder
+
+Say = Callable[[str], None]
+TEXTS = (
+    "The quick brown fox",
+    "  two  spaces\n\nand lines\t",
+    "中文分词，标点。",
+    "emoji 🙂👍🏽 and ½",
+    "12345 67,890.12 3e-4",
+    "def f(x):\n    return x",
+)
+TOKENS_COMPARED, COMPARED_PARAMETERS = 32, 500_000_000
+
+
+def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, say: Say) -> Path:
+    """Write a Hugging Face folder, at most one shard in memory. Raises TercetError when what is read back differs."""
+    place, spec, stored = _open(source)
+    kind = DTYPES[dtype] if dtype else stored_dtype(place, None)
+    with _Unfinished(output) as folder:
+        save_folder(
+            folder,
+            spec,
+            ((t.name, stored.tensor(t.name)) for t in (*spec.tensors(), *spec.buffers())),
+            kind,
+            place if place.is_dir() else None,
+            shard_bytes=shard_bytes,
+            source=place,
+        )
+        if not place.is_dir():
+            load(place).save(folder)
+        (folder / "README.md").write_text(_card(source, spec, str(kind).removeprefix("torch.")), encoding="utf-8")
+        again = open_weights(folder, describe(ModelSection(path=str(folder))))
+        _compare_tensors(stored, again, kind, say)
+        _compare_ids(load(place).backend, load(folder).backend)
+    return output
+
+
+def export_gguf(source: str, output: Path, dtype: str | None, say: Say) -> Path:
+    """Write a GGUF file with tokenizer, template and special ids. Raises InputError for what the format cannot hold."""
+    place, spec, stored = _open(source)
+    dtype = dtype or "fp16"
+    tokenizer = load(place)
+    check_writable(spec, tokenizer.backend)
+    spec = spec.without_mtp()
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    name = Path(source).name
+    with _Unfinished(output) as file:
+        write_gguf(file, spec, stored, dtype, tokenizer.backend, ids, find_template(place), name)
+        again_spec = describe(ModelSection(path=str(file)))
+        if again_spec.tensors() != spec.tensors() or again_spec.rope.kind != spec.rope.kind:
+            raise TercetError(f"{output}: read back, it describes another model; it was not kept")
+        again = open_weights(file, again_spec)
+        _compare_tensors(stored, again, DTYPES[dtype], say)
+        _compare_ids(tokenizer.backend, rebuilt_tokenizer(file))
+        if find_template(file) != find_template(place):
+            raise TercetError(f"{output}: its chat template is another one; it was not kept")
+        if spec.parameters <= COMPARED_PARAMETERS:
+            _compare_logits(place, file, DTYPES[dtype], say)
+    return output
+
+
+def _open(source: str) -> tuple[Path, Model, Stored]:
+    path = Path(source).expanduser()
+    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
+        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+    place = model_place(source)
+    spec = describe(ModelSection(path=str(place)))
+    return place, spec, open_weights(place, spec)
+
+
+class _Unfinished:
+    """What is written lies under a temporary name until all is compared; a failure leaves nothing behind."""
+
+    def __init__(self, output: Path):
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise InputError(f"{output} exists", "Give another --output, or remove it first.")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self.output, self.temporary = output, output.with_name(f".{output.name}.unfinished{output.suffix}")
+
+    def __enter__(self) -> Path:
+        self._clear()
+        return self.temporary
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            if self.output.is_dir():
+                self.output.rmdir()
+            self.temporary.rename(self.output)
+        self._clear()
+
+    def _clear(self) -> None:
+        if self.temporary.is_dir():
+            shutil.rmtree(self.temporary)
+        self.temporary.unlink(missing_ok=True)
+
+
+def _compare_tensors(first: Stored, second: Stored, dtype: torch.dtype, say: Say) -> None:
+    """Raise TercetError unless every tensor is the source's, cast once (one-dimensional ones may be kept in fp32)."""
+    count = 0
+    for name, value in second:
+        expected = first.tensor(name)
+        cast = expected if value.dtype == torch.float32 and expected.dim() < 3 else expected.to(dtype)
+        if not _same(value, cast.to(value.dtype)) and not _same(value, expected.to(dtype).to(value.dtype)):
+            raise TercetError(f"{name} differs in {second.files.where}; the export was not kept")
+        count += 1
+    say(f"read back: {count} tensors equal")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b)
+
+
+def _compare_ids(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer) -> None:
+    for text in TEXTS:
+        if first.encode(text, add_special_tokens=False).ids != second.encode(text, add_special_tokens=False).ids:
+            raise TercetError(f"the exported tokenizer gives other ids for {text!r}; the export was not kept")
+
+
+def _compare_logits(place: Path, file: Path, dtype: torch.dtype, say: Say) -> None:
+    """Raise TercetError unless both models, computed in fp32, give the same logits within the format's precision."""
+    one, other = load_model(place, "fp32"), load_model(file, "fp32")
+    ids = torch.arange(TOKENS_COMPARED)[None] * 7 % one.spec.vocabulary
+    with torch.no_grad():
+        a, b = one(ids), other(ids)
+    differs = ((a - b).abs().max() / a.abs().max()).item()
+    bound = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    if not differs <= bound:
+        raise TercetError(
+            f"{file}: logits differ by {differs:.1e} of the largest, allowed {bound:.0e}; it was not kept"
+        )
+    say(f"read back: logits differ by {differs:.1e} of the largest one")
+
+
+def rebuilt_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer that a GGUF file's own entries mean, with the cut that its `pre` names in llama.cpp."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+    from tercet.spec.families.gguf import reader
+    from tercet.weights.gguf_writing import CUTS
+
+    fields = reader(file).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    types = fields["tokenizer.ggml.token_type"].contents()
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
+    normal = {t: i for i, (t, k) in enumerate(zip(tokens, types, strict=True)) if k != 5}
+    made = tokenizers.Tokenizer(models.BPE(vocab=normal, merges=merges))
+    steps = []
+    for cut in CUTS[fields["tokenizer.ggml.pre"].contents()]:
+        kind, _, rule = cut.partition(":")
+        if kind == "Split":
+            steps.append(pre_tokenizers.Split(Regex(rule), "isolated"))
+        elif kind == "Digits":
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        else:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "True"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == 3])
+    made.add_tokens([AddedToken(t, special=False) for t, k in zip(tokens, types, strict=True) if k == 4])
+    made.encode_special_tokens = True
+    return made
+
+
+def _card(source: str, spec: Model, dtype: str) -> str:
+    """Return a model card: what it is, and where a run folder is known, its data, recipe and measured figures."""
+    run = Path(source).expanduser()
+    lines = [
+        f"# {run.name}",
+        "",
+        f"A {spec.family} model of {spec.parameters:,} parameters, {spec.context_tokens} tokens "
+        f"of context, {dtype} ({show_bytes(spec.parameters * torch.empty(0, dtype=getattr(torch, dtype)).itemsize)}).",
+        "",
+    ]
+    if (run / "summary.json").is_file():
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        keys = ("steps", "tokens", "train_loss", "validation_loss", "tokens_per_second", "ranks", "device")
+        lines += ["## Measured", "", "| | |", "|---|---|", *(f"| {k} | {summary.get(k)} |" for k in keys), ""]
+    if (run / "recipe.yaml").is_file():
+        lines += ["## Recipe", "", "```yaml", (run / "recipe.yaml").read_text(encoding="utf-8").rstrip(), "```", ""]
+    return "\n".join(lines)
