@@ -52,7 +52,7 @@ def fit_and_write() -> None:
     rows = [row for _, row in read(OURS)]
     plain = calibrate.prepare(r for r in rows if not r.foreign)
     foreign = calibrate.prepare(r for r in rows if r.foreign)
-    values = calibrate.fit(plain, rounds=24)  # shares at their limits have no slope: more rounds than usual
+    values = calibrate.fit(plain)
     held_out = calibrate.leave_one_out(plain, values)
     figures = summarise([(p.row, held_out[p.row.id]) for p in plain])
     about = {

@@ -123,8 +123,14 @@ def fit(
     centre = np.log([getattr(prior, n) for n in NAMES])
     point = np.log([getattr(start or prior, n) for n in NAMES])
     top = np.log([HIGHEST.get(n, math.inf) for n in NAMES])
-    for _ in range(rounds):
+    best, least = point, math.inf
+    for _ in range(rounds + 1):  # a share at its limit has no slope beyond it, so rounds may overshoot: keep the best
         base = _errors(rows, point)
+        size = np.abs(base) / ROW_SIGMA
+        loss = np.where(size > HUBER, HUBER * (size - HUBER / 2), size**2 / 2).sum()
+        loss += (((point - centre) / PRIOR_SIGMA) ** 2).sum() / 2
+        if loss < least:
+            best, least = point, loss
         slopes = np.empty((len(base), len(NAMES)))
         for k in range(len(NAMES)):
             moved = point.copy()
@@ -138,7 +144,7 @@ def fit(
         point = np.minimum(point + step, top)
         if np.abs(step).max() < 1e-3:
             break
-    return replace(prior, **{n: float(v) for n, v in zip(NAMES, np.exp(point), strict=True)})
+    return replace(prior, **{n: float(v) for n, v in zip(NAMES, np.exp(best), strict=True)})
 
 
 def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
