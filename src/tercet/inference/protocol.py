@@ -1,0 +1,123 @@
+"""What clients of OpenAI's protocol send, checked; unknown fields are left aside, as the protocol's own server does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tercet.inference.sampling import Sampling
+
+MOST_ANSWERS = 16
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Refused(Exception):
+    """A request that is answered with an error: HTTP status, sentence, code, the field at fault."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, suggested: Mapping[str, Any], number: int) -> Sampling:
+        """Return the sampling of answer `number`: what is asked for, else the model's own, else temperature 1."""
+        keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        own = {k: suggested[k] for k in keys if isinstance(suggested.get(k), (int, float))}
+        given = {k: v for k in keys if (v := getattr(self, k)) is not None}
+        seed = None if self.seed is None else (self.seed + number) % 2**63
+        return Sampling(**{"temperature": 1.0, **own, **given, "seed": seed})
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message with its content as one text. Raises Refused for parts that are no text."""
+        content = self.content
+        if isinstance(content, list):
+            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
+                raise Refused(400, "only parts of type text are read", "unsupported_content", "messages")
+            content = "".join(part["text"] for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def best(self) -> int:
+        return self.top_logprobs if self.logprobs else -1
+
+
+class CompletionRequest(Request):
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens or 16
+
+    @property
+    def best(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+
+def read_request(kind: type[Request], body: bytes) -> Any:
+    """Return the checked request. Raises Refused, 400, that names the field, the value seen and what it must be."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(str(part) for part in fault["loc"]) or None
+        seen = "" if fault["type"] in ("missing", "json_invalid") else f"; seen: {str(fault['input'])[:80]!r}"
+        raise Refused(400, f"{field + ': ' if field else ''}{fault['msg']}{seen}", "invalid_value", field) from None
