@@ -37,7 +37,8 @@ def train_once(cli: Cli, source, *more: str):
     recipe = cli.folder / "tune.yaml"
     text = (cli.folder / "small.yaml").read_text().splitlines()[1:]
     recipe.write_text("\n".join([f"model: {source}", *text]).replace("tokenizer: train", "tokenizer: model"))
-    cli.run("train", "tune.yaml", "train.steps=1", "--output", "run", "strategy=single", *more)
+    done = cli.run("train", "tune.yaml", "train.steps=1", "--output", "run", "strategy=single", *more)
+    assert done.stdout.rstrip().endswith(f"Talk to it: tercet chat {cli.folder / 'run'}"), done.stdout
     model = cli.folder / "run" / "model"
     return [json.loads((model / f).read_text()) for f in ("config.json", "generation_config.json")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -144,3 +145,4 @@ def _print_end(folder: str, as_json: bool) -> None:
         ("logs", run.logs),
     ):
         typer.echo(f"{name:12} {path}")
+    typer.echo(f"Talk to it: tercet chat {shlex.quote(str(folder))}")
