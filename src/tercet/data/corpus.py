@@ -197,7 +197,10 @@ def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> No
         more = [f"… and {total - len(faults)} more"] if total > len(faults) else []
         raise InputError(
             "\n".join([f"{total} of {rows} rows cannot be used ({counted(reasons)}):", *faults, *more]),
-            "Mend them, or set data.bad_rows=skip to leave them out.",
+            "Mend them, or set data.bad_rows=skip to leave them out."
+            if all(f.kept or not f.rows for f in findings.values())
+            else "No row would be left without them, so skipping is no way: mend the rows, or name their columns "
+            "with data.train: [{path: …, map: {text: …}}].",
         )
     own = findings["train"]
     if own.kept == 0:

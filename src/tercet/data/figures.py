@@ -11,6 +11,7 @@ import numpy as np
 from tercet.data.corpus import PLACES, TRAIN, VALIDATION, Corpus, Findings
 from tercet.data.mix import Mix
 from tercet.data.shards import Rows, Writer
+from tercet.data.sources import Source
 from tercet.units import show_count
 
 
@@ -22,8 +23,10 @@ def report(
     held_out: Rows | None,
     characters: dict[int, int],
     capacity: int,
+    losses: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures. Lengths are those of training documents as they came, control tokens included."""
+    """Return the figures. `losses`: per source, what the tokenizer could not write (`Losses.figures`).
+    Lengths are those of training documents as they came, control tokens included."""
     lengths = np.concatenate(
         [np.frombuffer(w.full_lengths, np.int64) for w in writers if w.full_lengths] or [np.zeros(0)]
     )
@@ -48,6 +51,7 @@ def report(
         },
         "padding_share": round(1 - tokens / (sequences * capacity), 6) if sequences else 0.0,
         "sequence_tokens": capacity,
+        "files": [f.name for s in [*checked.train, *checked.validation] for f in s.files],
         "sources": [
             {
                 "path": s.name,
@@ -55,8 +59,9 @@ def report(
                 "bytes": s.bytes,
                 "tokens": r.tokens,
                 "sequences": len(r),
+                **losses[n],
             }
-            for s, r in zip(checked.train, sets, strict=True)
+            for n, (s, r) in enumerate(zip(checked.train, sets, strict=True))
         ],
     }
 
@@ -143,7 +148,54 @@ def lines(figures: dict[str, Any]) -> list[str]:
             f" {source['sequences']} sequences, {100 * source['share']:.1f} % of what is trained,"
             f" each row {source['repeats_per_epoch']:g} times per epoch"
         )
+        out += [f"            {sentence}" for sentence in warnings(source)]
+        out += _passed(source["passed_over"])
     return out
+
+
+def warnings(source: dict[str, Any]) -> list[str]:
+    """Return a sentence for each kind of text in a source that its tokenizer cannot write."""
+    out = []
+    if lost := source.get("lost_characters"):
+        out.append(f"{lost} characters have no token and are lost ({', '.join(source['lost'])} …)")
+    if unknown := source.get("unknown_tokens"):
+        out.append(f"{unknown} tokens are the unknown token")
+    return [f"warning: {source['path']}: {sentence}" for sentence in out]
+
+
+def name_files(figures: dict[str, Any], sources: Sequence[Source], held: Sequence[Source]) -> None:
+    """Put the names of these files and sources into figures that were made for others of the same content."""
+    names = [f.name for s in [*sources, *held] for f in s.files]
+    for old, new in zip(figures.get("files", names), names, strict=True):
+        for side in figures["dropped"].values() if old != new else ():
+            for found in side.values():
+                found["places"] = [_renamed(p, old, new) for p in found["places"]]
+    figures["files"] = names
+    for figure, source in zip(figures["sources"], sources, strict=True):
+        figure["path"] = source.name
+        figure["passed_over"] = passed_over(source)
+
+
+def _renamed(place: str, old: str, new: str) -> str:
+    return new + place.removeprefix(old) if place.startswith(f"{old}, line ") else place
+
+
+def passed_over(source: Source) -> dict[str, Any]:
+    """Return, by reason, how many files beside those of a source are not read, and the first of them."""
+    out: dict[str, Any] = {}
+    for path, why in source.passed:
+        found = out.setdefault(why, {"files": 0, "first": []})
+        found["files"] += 1
+        found["first"] = [*found["first"], path][:PLACES]
+    return out
+
+
+def _passed(reasons: dict[str, Any]) -> list[str]:
+    return [
+        f"            passed over, {why}: {', '.join(found['first'])}"
+        + (f" … and {found['files'] - PLACES} more" if found["files"] > PLACES else "")
+        for why, found in reasons.items()
+    ]
 
 
 def _pair(name: str, sides: dict[str, int]) -> str:

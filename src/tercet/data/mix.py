@@ -47,12 +47,23 @@ class Mix:
         """
         if self.weights is None:
             epoch, inside = divmod(sample, self.rows_per_epoch)
-            row = int(order.permutation(self.rows_per_epoch, self.seed, epoch)[inside])
+            row = int(self._order(self.rows_per_epoch, epoch)[inside])
             source = int(np.searchsorted(self._borders, row, side="right"))
             return source, row - (int(self._borders[source - 1]) if source else 0)
         source, before = order.owner(self.shares, sample)
         epoch, inside = divmod(before, len(self.sources[source]))
-        return source, int(order.permutation(len(self.sources[source]), self.seed, epoch, source)[inside])
+        return source, int(self._order(len(self.sources[source]), epoch, source)[inside])
+
+    @cached_property
+    def _orders(self) -> dict[tuple[int, ...], tuple[int, np.ndarray]]:
+        return {}
+
+    def _order(self, count: int, epoch: int, *source: int) -> np.ndarray:
+        """Return a source's permutation of an epoch. One is kept per source, however many there are."""
+        kept = self._orders.get(source)
+        if kept is None or kept[0] != epoch:
+            kept = self._orders[source] = (epoch, order.permutation(count, self.seed, epoch, *source))
+        return kept[1]
 
     def row(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, lengths of the documents) of sample number `sample`."""

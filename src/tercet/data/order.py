@@ -9,7 +9,6 @@ because the streams of numpy's generators may change between versions.
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 
@@ -33,7 +32,6 @@ def key(*parts: int) -> np.uint64:
     return state[0]
 
 
-@lru_cache(maxsize=8)
 def permutation(count: int, *parts: int) -> np.ndarray:
     """Return a permutation of range(count), int64, that depends on `parts` (seed, source, epoch, …)."""
     with np.errstate(over="ignore"):

@@ -13,6 +13,7 @@ from typing import Any
 from tercet.data import cache, corpus, figures, tokenizer
 from tercet.data.corpus import TRAIN, VALIDATION, Corpus, Tag
 from tercet.data.kept import Kept, changes, described, judge
+from tercet.data.losses import Losses
 from tercet.data.mix import Mix, read_weights
 from tercet.data.shards import Rows, Writer
 from tercet.data.sources import Source, content_hashes, find
@@ -97,6 +98,10 @@ def prepare(
         manifest, hit = cache.fill(folder, key, build, say)
     if hit:
         say(f"prepared data: hit, key {key}")
+    figures.name_files(manifest["report"], train, held if isinstance(held, list) else [])
+    for source in manifest["report"]["sources"]:
+        for sentence in figures.warnings(source):
+            say(sentence)
     found = _open(folder / key, key, hit, manifest, weights, seed, decided, files)
     _check_vocabulary(found.vocabulary, vocabulary, data.tokenizer)
     return found
@@ -249,8 +254,10 @@ def _build(
     validation = work.validation()
     sets = [w.finish() for w in writers]
     held_out = validation.finish() if validation is not None else None
+    work.losses.refuse([s.name for s in [*checked.train, *checked.validation]], data.tokenizer)
     work.complain(sets, held_out)
-    report = figures.report(checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens)
+    losses = [work.losses.figures(n) for n in range(len(train))]
+    report = figures.report(checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens, losses)
     report["seconds"] = round(time.monotonic() - started, 3)
     report["tokenizer"] = {"name": data.tokenizer, "vocabulary": words.size}
     return {
@@ -289,6 +296,7 @@ class _Encoding:
     def __init__(self, checked: Corpus, words: Tokenizer, data: DataSection, folder: Path, meter: _Counter):
         self.checked, self.words, self.data, self.folder, self.meter = checked, words, data, folder, meter
         self.characters = {TRAIN: 0, VALIDATION: 0}
+        self.losses = Losses(words, len(checked.train) + len(checked.validation))
 
     def _writer(self, name: str) -> Writer:
         return Writer(self.folder, name, self.data.sequence_tokens, self.words.dtype)
@@ -320,6 +328,7 @@ class _Encoding:
                 if piece.opening.begins:
                     writer.append(start)
             empty = empty and piece.ids.size == 0
+            self.losses.ids(tag.source, piece.ids)
             writer.append(piece.ids)
             if not piece.last:
                 continue
@@ -338,6 +347,7 @@ class _Encoding:
     def _watched(self, side: int) -> Any:
         for part in self.checked.documents(side):
             self.characters[side] += len(part.text)
+            self.losses.text(part.tag.source, part.text)
             self.meter(len(part.text))
             yield part
 

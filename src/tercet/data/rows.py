@@ -20,6 +20,8 @@ EMPTY = "empty text"
 BAD_BYTES = "invalid bytes"
 SURROGATE = "lone surrogate"
 CHAT = "chat row"
+TWICE = "repeated key"
+NULS = "the file holds NUL characters, as UTF-16 without a byte order mark does; save it as UTF-8"
 SURROGATE_DETAIL = "an escape is half of a surrogate pair and stands for no character"
 
 # Columns by which the usual chat layouts are known: (name of the layout, columns of which all must be there).
@@ -36,6 +38,9 @@ _CHATS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("prompt and answer", ("prompt", "answer")),
     ("question and answer", ("question", "answer")),
 )
+
+
+_TEXT_COLUMNS = ("content", "contents", "body", "document", "passage", "story", "article", "code", "txt")
 
 
 @dataclass(slots=True)
@@ -93,6 +98,11 @@ def excerpt(text: str, around: int = 0, width: int = 60) -> str:
     return f"{'…' if start else ''}{piece}{'…' if start + width < len(text) else ''}"
 
 
+def twice_detail(key: str) -> str:
+    """Return what is wrong with a row in which one object has a key twice."""
+    return f"the key {excerpt(key)!r} stands twice in one object, so which value is meant cannot be known"
+
+
 def chat_kind(columns: Any) -> str | None:
     """Return the chat layout that a row's columns show, or None."""
     names = set(columns)
@@ -132,10 +142,18 @@ def judge(
     reading.seen["kind: other"] += 1
     if name not in row:
         names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
-        return Fault(line, column, MISSING, f"no column {name!r} (columns: {names})", shown())
+        return Fault(line, column, MISSING, f"no column {name!r} (columns: {names}){_cure(row)}", shown())
     if text is None:
         return Fault(line, column_of(name), NULL, f"{name!r} is null", shown())
     return Fault(line, column_of(name), WRONG_TYPE, f"{name!r} is {_kind(text)}, not a text", shown())
+
+
+def _cure(row: dict[Any, Any]) -> str:
+    """Return the mapping that would read a row: the column that is probably its text."""
+    texts = [k for k, v in row.items() if isinstance(v, str) and v.strip()]
+    usual = next((k for k in texts if k.lower() in _TEXT_COLUMNS), None)
+    likely = usual or max(texts, key=lambda k: len(row[k]), default=None)
+    return f"; map: {{text: {excerpt(likely)}}} would read it" if likely else ""
 
 
 def surrogate_at(text: str) -> int:

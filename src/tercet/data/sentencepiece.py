@@ -53,6 +53,10 @@ class Processor:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self.original.encode(list(texts), num_threads=os.cpu_count() or 1)
 
+    @property
+    def unknown_id(self) -> int | None:
+        return self.original.unk_id() if self.original.unk_id() >= 0 else None
+
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return (ids, character ranges) of each text."""
         from sentencepiece import sentencepiece_pb2 as schema

@@ -5,18 +5,20 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
-import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tercet.data import formats
+from tercet.data import folders, formats
+from tercet.data.compressed import UNREADABLE
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError, nearest
 from tercet.spec.recipe import SourceSection
 
 _BLOCK = 1 << 22
+COLUMNS = ("text",)  # what a `map` may name
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,23 @@ class File:
         return _printable(str(self.path))
 
     def read(self, reading: Reading) -> Iterator[Row | Fault]:
-        return formats.formats()[self.format].read(self.path, reading)
+        """Yield every row. Raises InputError that names the file when it cannot be read to its end."""
+        try:
+            yield from formats.formats()[self.format].read(self.path, reading)
+        except UNREADABLE as error:
+            raise InputError(f"{self.name} cannot be read to its end: {error}") from None
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of data.train or data.validation, with its files in a fixed order."""
+    """One entry of data.train or data.validation, with its files in a fixed order.
+
+    `passed`: (path, reason) of what lay beside them and is not read.
+    """
 
     section: SourceSection
     files: tuple[File, ...]
+    passed: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,41 +69,52 @@ def _printable(path: str) -> str:
 def find(section: SourceSection, key: str) -> Source:
     """Return the files of a source. `key` names it in messages (data.train.0).
 
-    Folders are searched through all levels for files of known formats; a glob or a single path takes what
-    it names. Files are ordered by path, so that the same files always make the same set. Raises InputError
-    when nothing is found, or when a file's format is not known.
+    Folders are searched through all levels for files of known formats (see `folders`); a glob or a single path
+    takes what it names. Files are ordered by path, so that the same files always make the same set. Raises
+    InputError when nothing is found, when a file's format is not known, or when `map` has a key that nothing reads.
     """
-    paths = _paths(section.path, key)
+    if unknown := sorted(set(section.map) - set(COLUMNS)):
+        raise InputError(
+            f"{key}.map: unknown key {unknown[0]!r}{nearest(unknown[0], COLUMNS)}",
+            f"Keys are our names, values the file's columns: {', '.join(COLUMNS)}.",
+        )
+    found = _paths(section.path, key)
     if section.format == "auto":
-        files = [File(p, formats.detect(p), p.stat().st_size) for p in paths]
+        files = [File(p, formats.detect(p), p.stat().st_size) for p in found.taken]
     else:
-        files = [File(p, section.format, p.stat().st_size) for p in paths]
-    return Source(section, tuple(files))
+        for path in found.taken:
+            formats.head_of(path)
+        files = [File(p, section.format, p.stat().st_size) for p in found.taken]
+    return Source(section, tuple(files), tuple((_printable(str(p)), why) for p, why in found.passed))
 
 
-def _paths(text: str, key: str) -> list[Path]:
+def _paths(text: str, key: str) -> folders.Found:
     if text.startswith("package:"):
-        return [_in_package(text, key)]
+        return folders.Found([_in_package(text, key)])
     path = Path(text).expanduser()
     if path.is_file():
-        return [path]
+        return folders.Found([path])
     if path.is_dir():
-        known = formats.suffixes() - {".py"}  # a folder of programs is no folder of texts
-        found = [Path(f) / n for f, _, names in os.walk(path) for n in names if not n.startswith(".")]
-        found = sorted(p for p in found if p.suffix.lower() in known and p.is_file())
-        if not found:
+        found = folders.search(path, "validation" if key.startswith("data.validation") else "train")
+        if not found.taken:
             raise InputError(
-                f"{key}: the folder {text} holds no file of a known format",
-                f"Known endings: {', '.join(sorted(known))}. A glob such as {text}/*.xyz takes other names.",
+                f"{key}: the folder {text} holds no file of a known format{_reasons(found)}",
+                f"Known endings: {', '.join(sorted(formats.suffixes() - {'.py'}))}, compressed (.gz, .zst) or not. "
+                f"A glob such as {text}/*.xyz takes other names.",
             )
         return found
     if glob.has_magic(text):
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
-        if found:
+        found = folders.matches(path)
+        if found.taken:
             return found
         raise InputError(f"{key}: nothing matches {text!r}")
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
+
+
+def _reasons(found: folders.Found) -> str:
+    counts = Counter(why for _, why in found.passed)
+    return f" (passed over: {', '.join(f'{n} {why}' for why, n in counts.most_common())})" if counts else ""
 
 
 def _in_package(text: str, key: str) -> Path:

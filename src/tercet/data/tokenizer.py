@@ -139,6 +139,14 @@ class Tokenizer:
         """Return the ids of a whole document as it is trained."""
         return np.concatenate((self.before, *self.encode([text]), self.after)).tolist()
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that is to be continued: begun as documents are, and not ended.
+
+        This and `document` are the only places that put a begin token: training, evaluation, samples and generate
+        ask here, so a model meets what it was trained on.
+        """
+        return np.concatenate((self.before, *self.encode([text]))).tolist()
+
     def content(self) -> str:
         """Return a hash of all that decides ids."""
         control = f"{self.bos_id} {self.eos_id} {self.pad_id} ".encode()
@@ -308,7 +316,9 @@ def _from_json(path: Path) -> Tokenizer:
         return backend.token_to_id(found[0]) if found else None
 
     eos = named("eos_token", _ENDS)
-    return _finish(backend, eos, named("bos_token", _STARTS), named("pad_token", _PADS), str(path))
+    # A configuration that names no begin token means none, even if a token of a usual spelling exists.
+    starts = () if config else _STARTS
+    return _finish(backend, eos, named("bos_token", starts), named("pad_token", _PADS), str(path))
 
 
 def _finish(

@@ -38,7 +38,7 @@ class Served:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return a prompt's ids as a document begins: bos (where the model has one), then the text as text."""
-        return [*self.tokenizer.before.tolist(), *self.tokenizer.encode([text])[0].tolist()]
+        return self.tokenizer.prompt(text)
 
     def chat_ids(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids of a chat up to where the answer begins; control tokens in the template are control tokens.

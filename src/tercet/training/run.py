@@ -16,6 +16,7 @@ from tercet import __version__
 from tercet.data.kept import Kept, keep, read_kept
 from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
+from tercet.data.tokenizer import load as load_tokenizer
 from tercet.engine import Engine, EngineSetup, open_engine
 from tercet.errors import InputError, InterruptedRun, RunError
 from tercet.parallel.mesh import lay_out
@@ -71,6 +72,8 @@ def run_rank(
         total_steps = steps_of(recipe, loader.rows_per_epoch)
         for remark in schedule_remarks(recipe.optim, total_steps):
             say(remark)
+        if more := rows_beyond(recipe, loader.rows_per_epoch, total_steps):
+            say(more)
         world.meet()  # whoever prepared the data
         engine = _engine(recipe, run, spec, strategy, prepared, world)
         world.meet()  # one rank's weights may come from a slower disk
@@ -165,6 +168,19 @@ def steps_of(recipe: Recipe, rows_per_epoch: int) -> int:
     return max(1, math.ceil(epochs * rows_per_epoch / recipe.train.batch_sequences))
 
 
+def rows_beyond(recipe: Recipe, rows_per_epoch: int, total_steps: int) -> str | None:
+    """Return what is to be said when the last step goes beyond the epochs that were asked for, else None."""
+    wanted = (1.0 if recipe.train.epochs is None else recipe.train.epochs) * rows_per_epoch
+    batch = recipe.train.batch_sequences
+    beyond = math.floor(total_steps * batch - wanted)
+    if recipe.train.steps is not None or beyond < 1:
+        return None
+    return (
+        f"epochs: {wanted:g} sequences are {wanted / batch:.4g} batches of {batch}, trained in {total_steps} whole "
+        f"steps; the last one takes {beyond} sequences more, from the next epoch"
+    )
+
+
 def _sayer(console: Console | None) -> Callable[[str], None]:
     def say(text: str) -> None:
         if console is not None:
@@ -257,18 +273,15 @@ def _sampler(
     if not recipe.train.sample_prompts:
         return None
     prompts = recipe.train.sample_prompts
-    beginning = [prepared.bos_id] if prepared.bos_id is not None else []
 
     def sample(step: int) -> None:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
-        ids = {text: beginning + tokenizer.encode(text, add_special_tokens=False).ids for text in prompts}
+        tokenizer = load_tokenizer(prepared.tokenizer_folder / "tokenizer.json")
+        ids = {text: tokenizer.prompt(text) for text in prompts}
         usable = [text for text in prompts if ids[text]]
         texts = engine.generate([ids[text] for text in usable], recipe.train.sample_tokens)
         if record is not None:
             for prompt, more in zip(usable, texts, strict=True):
-                record.sample(step, prompt, tokenizer.decode(more))
+                record.sample(step, prompt, tokenizer.backend.decode(more))
         if len(usable) < len(prompts):
             empty = next(text for text in prompts if not ids[text])
             raise InputError(

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tercet.data import rows
+from tercet.data.compressed import open_bytes
 from tercet.data.formats import jsonl
-from tercet.data.formats.jsonl import refuse_constant, value_column
+from tercet.data.formats.jsonl import repeats, value_column
 from tercet.data.rows import Fault, Reading, Row, excerpt
 
-SUFFIXES = (".json",)
+SUFFIXES = (".json", ".jsonl", ".ndjson")  # an array is an array, whatever its file is called
 _BLOCK = 1 << 20
 _SPACE = " \t\n\r"
 
@@ -76,7 +78,8 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     """Yield every element. After a syntax error the elements behind it cannot be found: that fault is
     fatal.
     """
-    with path.open("rb") as file:
+    with open_bytes(path) as stream:
+        file: Any = stream
         if file.peek(3)[:3] == codecs.BOM_UTF8:
             reading.seen["byte order mark"] += 1
         window = _Window(file)
@@ -92,8 +95,12 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
 
 
 def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
+    twice: list[str] = []
+    decoder = json.JSONDecoder(object_pairs_hook=repeats(twice))
     first = window.peek()
+    if "\0" in window.text[:64]:
+        yield Fault(1, 1, rows.BAD_BYTES, rows.NULS, fatal=True)
+        return
     if first != "[":
         what = "empty" if not first else "an object" if first == "{" else f"something that begins with {first!r}"
         line, column = window.move(window.at)
@@ -115,6 +122,7 @@ def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
             continue
         start = window.at
         while True:
+            twice.clear()
             try:
                 value, end = decoder.raw_decode(window.text, start)
             except json.JSONDecodeError as error:
@@ -132,7 +140,7 @@ def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
                 start = 0
                 continue
             break
-        yield _judge(window, value, start, end, reading)
+        yield _judge(window, value, start, end, reading, twice)
         window.at = end
         wanted = "a comma or ]"
     window.at += 1
@@ -140,7 +148,7 @@ def _elements(window: _Window, reading: Reading) -> Iterator[Row | Fault]:
         yield _broken(window, "something follows behind the closing ]")
 
 
-def _judge(window: _Window, value: object, start: int, end: int, reading: Reading) -> Row | Fault:
+def _judge(window: _Window, value: object, start: int, end: int, reading: Reading, twice: list[str]) -> Row | Fault:
     line, column = window.move(start)
     text = window.text
 
@@ -152,6 +160,13 @@ def _judge(window: _Window, value: object, start: int, end: int, reading: Readin
     def shown() -> str:
         return excerpt(text[start : min(end, start + 200)])
 
+    if twice:
+        reading.seen["kind: other"] += 1
+        return Fault(line, column, rows.TWICE, rows.twice_detail(twice[0]), shown())
+    read = value.get(reading.text_column) if isinstance(value, dict) else None
+    if isinstance(read, float) and not math.isfinite(read):
+        reading.seen["kind: other"] += 1
+        return Fault(line, column, rows.BAD_JSON, "NaN and Infinity are not JSON", shown())
     found = rows.judge(value, reading, line, column, column_of, shown)
     if isinstance(found, Row) and rows.surrogate_at(found.text) >= 0:
         place = column_of(reading.text_column)

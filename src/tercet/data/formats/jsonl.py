@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from tercet.data import rows
+from tercet.data.compressed import open_bytes
 from tercet.data.rows import Fault, Reading, Row, excerpt
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -18,21 +19,29 @@ BOM = b"\xef\xbb\xbf"
 
 
 def sniff(path: Path, head: bytes) -> bool:
-    """A .json file is JSON Lines when its first line is a whole object and more than that follows or
-    nothing does.
+    """A .json file is JSON Lines when its first line is a whole object; any other ending is, unless an array of rows
+    begins there.
     """
-    if path.suffix.lower() != ".json":
-        return True
     first, *_ = head.removeprefix(BOM).lstrip().split(b"\n", 1)
+    if path.name.lower().rpartition(".json")[2] not in ("", ".gz", ".zst"):
+        return not first.startswith(b"[") or _whole_list(first)
     try:
         return isinstance(orjson.loads(first), dict)
     except orjson.JSONDecodeError:
         return False
 
 
+def _whole_list(line: bytes) -> bool:
+    """Whether a line is a list of plain values: a damaged row among rows, not a file that is one array of objects."""
+    try:
+        return not any(isinstance(v, dict) for v in orjson.loads(line)) and line.strip() != b"[]"
+    except orjson.JSONDecodeError:
+        return False
+
+
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     """Yield every row. A row ends with LF or CRLF; blank lines are counted and passed over."""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for number, raw in enumerate(file, 1):
             if number == 1:
                 if raw.startswith(BOM):
@@ -40,6 +49,9 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
                     reading.seen["byte order mark"] += 1
                 elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
                     yield Fault(1, 1, rows.BAD_BYTES, "the file is UTF-16; save it as UTF-8", fatal=True)
+                    return
+                if b"\0" in raw:
+                    yield Fault(1, 1, rows.BAD_BYTES, rows.NULS, fatal=True)
                     return
             if raw.endswith(b"\r\n"):
                 reading.seen["CRLF"] += 1
@@ -52,7 +64,44 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
             except orjson.JSONDecodeError:
                 yield _explain(line, number, reading)
                 continue
+            if len(_KEYS.findall(line)) > keys_in(value) and (twice := repeated_key(line.decode())):
+                reading.seen["kind: other"] += 1
+                yield Fault(number, 1, rows.TWICE, rows.twice_detail(twice), _shown(line))
+                continue
             yield rows.judge(value, reading, number, 1, lambda name, s=line: _column(s, name), lambda s=line: _shown(s))
+
+
+_KEYS = re.compile(rb'"\s*:')  # stands behind every key; within texts it may stand more often
+
+
+def keys_in(value: Any) -> int:
+    """Return how many keys the objects of a JSON value have in all."""
+    if type(value) is dict:
+        inner = [v for v in value.values() if type(v) is dict or type(v) is list]
+        return len(value) + (sum(map(keys_in, inner)) if inner else 0)
+    if type(value) is list:
+        return sum(keys_in(v) for v in value if type(v) is dict or type(v) is list)
+    return 0
+
+
+def repeated_key(text: str) -> str | None:
+    """Return a key that some object in a JSON text has twice, or None. Parsers take the last one and say nothing."""
+    found: list[str] = []
+    json.loads(text, object_pairs_hook=repeats(found), parse_constant=float)
+    return found[0] if found else None
+
+
+def repeats(found: list[str]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook for json's parser that adds keys which stand twice in one object to `found`."""
+
+    def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            names = [k for k, _ in pairs]
+            found.append(next(k for k in names if names.count(k) > 1))
+        return value
+
+    return hook
 
 
 def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
@@ -67,17 +116,29 @@ def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
         detail = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line is not UTF-8"
         return Fault(number, column, rows.BAD_BYTES, detail, excerpt(line.decode(errors="replace"), column))
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        constants: list[str] = []
+        twice: list[str] = []
+        value = json.loads(text, parse_constant=constants.append, object_pairs_hook=repeats(twice))
     except json.JSONDecodeError as error:
         return Fault(number, error.colno, rows.BAD_JSON, error.msg, excerpt(text, error.pos))
     except (ValueError, RecursionError) as error:
         return Fault(number, 1, rows.BAD_JSON, str(error), excerpt(text))
+    if twice:
+        return Fault(number, 1, rows.TWICE, rows.twice_detail(twice[0]), excerpt(text))
+    if constants:
+        if type(value) is not dict or not isinstance(value.get(reading.text_column), str):
+            return Fault(number, 1, rows.BAD_JSON, f"{_named(text)} is not JSON", excerpt(text))
+        reading.seen["NaN or Infinity in columns that nothing reads"] += 1
     reading.seen["kind: other"] -= 1
     found = rows.judge(value, reading, number, 1, lambda name: _column(line, name), lambda: excerpt(text))
     if isinstance(found, Row) and rows.surrogate_at(found.text) >= 0:
         column = _column(line, reading.text_column)
         return Fault(number, column, rows.SURROGATE, rows.SURROGATE_DETAIL, excerpt(text, column))
     return found
+
+
+def _named(text: str) -> str:
+    return next((c for c in ("NaN", "-Infinity", "Infinity") if c in text), "NaN")
 
 
 def refuse_constant(name: str) -> Any:

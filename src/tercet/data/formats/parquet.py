@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,25 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     with file:
         names = file.schema_arrow.names
         name = reading.text_column
-        extra = [n for n in names if n != name]
         if name not in names:
-            yield from _without_text(names, file.metadata.num_rows, reading)
+            yield from without_text(names, file.metadata.num_rows, reading)
             return
-        column = names.index(name) + 1
-        for n in extra:
-            reading.seen[f"column: {n}"] += file.metadata.num_rows
-        number = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[name]):
-            for scalar in batch.column(0):
-                number += 1
-                yield _judge(scalar, number, column, name, reading)
+        try:
+            yield from from_batches(file.iter_batches(batch_size=_ROWS, columns=[name]), names, reading)
+        except (arrow.ArrowInvalid, OSError) as error:
+            raise InputError(f"{path} is damaged: {error}") from None
+
+
+def from_batches(batches: Iterable[Any], names: list[str], reading: Reading) -> Iterator[Row | Fault]:
+    """Yield every row of record batches that hold the text column alone; `names`: all columns of the file."""
+    name, number = reading.text_column, 0
+    for batch in batches:
+        for scalar in batch.column(0):
+            number += 1
+            yield _judge(scalar, number, names.index(name) + 1, name, reading)
+    for n in names:
+        if n != name:
+            reading.seen[f"column: {n}"] += number
 
 
 def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -> Row | Fault:
@@ -54,7 +61,7 @@ def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -
     return rows.judge({name: value}, reading, number, column, lambda _: column, lambda: rows.excerpt(str(value)[:200]))
 
 
-def _without_text(names: list[str], count: int, reading: Reading) -> Iterator[Fault]:
+def without_text(names: list[str], count: int, reading: Reading) -> Iterator[Fault]:
     """Every row lacks the column: say so for each, so that the sums add up."""
     row = dict.fromkeys(names)
     for number in range(1, count + 1):

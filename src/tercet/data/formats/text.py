@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tercet.data import rows
+from tercet.data.compressed import open_bytes
 from tercet.data.rows import Fault, Reading, Row, excerpt
 
 SUFFIXES = (".txt", ".md", ".text", ".rst", ".log")
@@ -65,7 +66,7 @@ def _blocks(path: Path, reading: Reading) -> Iterator[str]:
     """Yield decoded blocks, with the byte order mark taken off and CRLF read as the end of a line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held = ""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         start = file.read(3)
         if start == codecs.BOM_UTF8:
             reading.seen["byte order mark"] += 1
@@ -87,7 +88,7 @@ def _check(path: Path) -> Fault | None:
     """Return the first fault of the file as a whole: bytes that are not UTF-8, or nothing but white space."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, offset, column, blank = 1, 0, 1, True
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while True:
             block = file.read(_BLOCK)
             held = decoder.getstate()[0]
@@ -105,6 +106,9 @@ def _check(path: Path) -> Fault | None:
                 return Fault(line, column, rows.BAD_BYTES, detail, excerpt(row, len(row)))
             if not block:
                 break
+            if "\0" in text:
+                line += text.count("\n", 0, text.index("\0"))
+                return Fault(line, 1, rows.BAD_BYTES, rows.NULS)
             offset += len(block)
             line += text.count("\n")
             column = len(text) - text.rfind("\n") if "\n" in text else column + len(text)

@@ -137,7 +137,7 @@ class SourceSection(Section):
     weight: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="share of the trained sequences, relative to the other sources; default: by size"
     )
-    format: Literal["auto", "jsonl", "json", "text", "parquet", "python"] = "auto"
+    format: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow", "python"] = "auto"
     map: dict[str, str] = Field(default_factory=dict, description="our column name -> the file's, e.g. {text: content}")
 
 
