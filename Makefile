@@ -22,8 +22,9 @@ $(READY): $(TRAIN)
 
 # From raw text to a trained model: three processes without a GPU, the cards with them.
 demo: $(TRAIN)
+	$(BIN)/tercet doctor
 	$(BIN)/tercet train first-light
-	@echo 'next: $(BIN)/tercet generate runs/first-light-1 "The for statement"'
+	@echo 'next: $(BIN)/tercet generate runs/first-light-1 "The for statement" --temperature 0.8'
 
 test: setup
 	$(BIN)/python -m pytest

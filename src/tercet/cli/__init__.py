@@ -20,6 +20,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    # Help is as wide as the terminal; what is printed to a file or a pipe has 80 columns.
+    context_settings={"max_content_width": 160, "help_option_names": ["-h", "--help"]},
+    epilog="Example: tercet plan deepseek-llm-7b --gpus 3x4090; then tercet train first-light",
 )
 
 

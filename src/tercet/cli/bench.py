@@ -8,7 +8,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet bench first-light --ranks 1,3")
     def bench(
         arguments: Annotated[
             list[str] | None,

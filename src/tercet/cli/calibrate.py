@@ -8,7 +8,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet calibrate runs/first-light-1")
     def calibrate(
         runs: Annotated[
             list[str] | None, typer.Argument(metavar="RUN...", help="Finished run folders of this machine.")

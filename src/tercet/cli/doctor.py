@@ -8,7 +8,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet doctor")
     def doctor(
         ranks: Annotated[
             int | None, typer.Option(help="Processes for the collectives: one per card, 3 on a CPU.", min=2)

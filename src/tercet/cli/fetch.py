@@ -11,7 +11,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet fetch deepseek-ai/deepseek-llm-7b-base")
     def fetch(
         name: Annotated[
             str,

@@ -8,7 +8,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet generate runs/first-light-1 'The for statement'")
     def generate(
         folder: Annotated[
             str, typer.Argument(metavar="RUN|FOLDER", help="A run folder, a Hugging Face model folder or a .gguf file.")

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
         ranks: Annotated[int | None, typer.Option(help="Use so many cards or CPU processes.", min=1, max=1024)] = None,
         sequence: Annotated[str | None, typer.Option(help="Tokens per sequence, as 2048 or 4k.")] = None,
         batch: Annotated[str | None, typer.Option(help="Sequences per optimizer step, over all ranks.")] = None,
-        steps: Annotated[int | None, typer.Option(help="Steps to time (train.steps).", min=1)] = None,
+        steps: Annotated[int | None, typer.Option(help="Optimizer steps of the run, as train.steps.", min=1)] = None,
         method: Annotated[str | None, typer.Option(help="full, lora, qlora or pretrain.")] = None,
         price: Annotated[float | None, typer.Option(help="Price of one card for an hour.", min=0)] = None,
         kwh_price: Annotated[float | None, typer.Option(help="Price of a kWh.", min=0)] = None,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet prepare first-light --show 2")
     def prepare(
         recipe: Annotated[str, typer.Argument(help="A recipe's file or name.")],
         overrides: Annotated[

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet report runs/first-light-1")
     def report(
         folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
         output: Annotated[

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
+    @app.command(epilog="Example: tercet train first-light train.steps=20 strategy=zero3 --ranks 3")
     def train(
         arguments: Annotated[
             list[str] | None,

@@ -116,8 +116,10 @@ class Engine(Protocol):
         """Return (summed loss, trained tokens) of this rank's batch. Every rank calls it equally often."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-        """Return up to n ids after each prompt, greedily. Every rank calls it with the same prompts."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
+        """Return up to n ids after each prompt; temperature 0 takes the most probable. Every rank calls it alike."""
         ...
 
     def save(self, folder: Path) -> SaveHandle:

@@ -84,7 +84,9 @@ class EngineBase:
         return loss_of(self.module, batch.to(self.world.device)).item(), batch.trained_tokens
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
         self.module.eval()
         self._begin_evaluation()
         return [
@@ -96,6 +98,8 @@ class EngineBase:
                 vocabulary=self._vocabulary,
                 device=self.world.device,
                 stop=self._stop_ids,
+                temperature=temperature,
+                seed=seed,
                 fixed_length=self.world.size > 1,
             )
             for prompt in prompts

@@ -21,6 +21,9 @@ DOTS = 60  # more would only thicken the line
 AIR = 0.04  # share of the values' range left free above and below
 SMOOTH_FROM = 80  # steps; below that the raw line is plain enough
 SMOOTH_SHARE = 40  # the window is a fortieth of the steps
+ROBUST_FROM = 20  # values; of fewer nobody can say which is the odd one
+ROBUST_SHARE = 0.01  # of the values at each end that may lie outside the axis
+ROBUST_ROOM = 0.5  # how far the axis reaches beyond the others, in their own range
 
 Points = list[tuple[float, float]]
 
@@ -54,6 +57,7 @@ class Chart:
     marks: list[Mark] = field(default_factory=list)
     description: str = ""
     wide: bool = False
+    outside: int = 0  # values beyond the axis, drawn at its edge
 
     @property
     def series(self) -> list[dict[str, Any]]:
@@ -102,7 +106,10 @@ def chart(
         return None
     every = [p for s in series for p in s.points]
     x_low, x_high = _span((x for x, _ in every), 0.5)
-    y_low, y_high = _span((y for _, y in every), None)
+    y_low, y_high = robust_span([y for _, y in every])
+    outside = sum(
+        not y_low <= y <= y_high for s in series if s.style != "main" or len(series) == 1 for _, y in s.points
+    )
     if from_zero and y_low > 0:
         y_low = 0.0
     ticks = [t for t in nice_ticks(y_low, y_high, TICKS) if y_low <= t <= y_high]
@@ -113,7 +120,7 @@ def chart(
         return (x - x_low) / (x_high - x_low)
 
     def down(y: float) -> float:
-        return (y_high - y) / (y_high - y_low)
+        return min(1.0, max(0.0, (y_high - y) / (y_high - y_low)))
 
     lines = []
     for s in series:
@@ -137,6 +144,7 @@ def chart(
         marks=[Mark(100 * across(x), text, style) for x, text, style in marks if x_low <= x <= x_high],
         description=_describe(title, unit, series),
         wide=wide,
+        outside=outside,
     )
 
 
@@ -207,6 +215,20 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 def _digits(value: float, step: float) -> int:
     """Return the decimals of the mantissa that a multiple of `step` needs."""
     return max(0, math.floor(math.log10(abs(value)) + 1e-9) - math.floor(math.log10(step) + 1e-9))
+
+
+def robust_span(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range that an axis covers: of all values, unless a few lie so far off that they would flatten the rest."""
+    low, high = _span(values, None)
+    if len(values) < ROBUST_FROM:
+        return low, high
+    ordered = sorted(values)
+    skip = max(1, int(ROBUST_SHARE * len(ordered)))
+    inner_low, inner_high = ordered[skip], ordered[-1 - skip]
+    room = ROBUST_ROOM * (inner_high - inner_low)
+    if room == 0:
+        return low, high
+    return max(low, inner_low - room), min(high, inner_high + room)
 
 
 def _span(values: Iterable[float], pad: float | None) -> tuple[float, float]:

@@ -20,9 +20,11 @@ from tercet.report.show import (
     comparison_note,
     facts_of,
     lead_of,
+    memory_bars,
     moment_of,
     notes_of,
     plain,
+    sampling_of,
     show_loss,
     state_of,
     tiles_of,
@@ -34,8 +36,6 @@ from tercet.units import show_bytes, show_count, show_seconds
 TABLE_ROWS = 40  # of the curves as a table
 SAMPLE_STEPS = 20  # per prompt
 SKIP_ROWS = 50
-LATER_FROM = 100  # steps; from then on the loss after its steep beginning gets a chart of its own
-LATER_SHARE = 0.1
 
 
 def write_report(run: RunFolder, target: Path | None = None) -> Path:
@@ -51,8 +51,8 @@ def write_report(run: RunFolder, target: Path | None = None) -> Path:
     return target
 
 
-def render(story: Story) -> str:
-    """Return the page. It is a function of the story and of the clock in its last line."""
+def render(story: Story, refresh: int | None = None) -> str:
+    """Return the page, a function of the story and of the clock in its last line. `refresh`: seconds, for tercet watch."""
     folder = resources.files("tercet") / "report"
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (folder / "page.html").read_text(encoding="utf-8")
@@ -62,6 +62,9 @@ def render(story: Story) -> str:
         version=__version__,
         css=Markup((folder / "page.css").read_text(encoding="utf-8")),
         js=Markup((folder / "page.js").read_text(encoding="utf-8")),
+        refresh=refresh,
+        against=memory_bars(story.plan, story.summary),
+        sampling=sampling_of(story),
         name=plain(story.recipe.get("name", "run")),
         state=state_of(story),
         lead=lead_of(story),
@@ -113,10 +116,6 @@ def charts_of(story: Story) -> list[Chart]:
     steps, resumed, skipped = story.steps, *_marks(story)
     loss, validation = points_of(steps, "loss"), points_of(story.evaluations, "validation_loss")
     found = [_loss_chart("Loss", loss, validation, resumed + skipped, wide=True)]
-    if len(loss) >= LATER_FROM:
-        begin = loss[int(len(loss) * LATER_SHARE)][0]
-        later = [[p for p in points if p[0] >= begin] for points in (loss, validation)]
-        found.append(_loss_chart(f"Loss from step {begin:.0f}", *later, resumed + skipped))
     clip = (
         number((story.recipe.get("optim") or {}).get("clip")) if isinstance(story.recipe.get("optim"), dict) else None
     )

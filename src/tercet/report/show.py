@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.report.cards import card_facts, card_warnings
-from tercet.report.compare import MOMENTS, Row, device_of, number
+from tercet.report.compare import MOMENTS, Row, device_of, number, predicted_rows
 from tercet.report.story import Story
 from tercet.units import show_bytes, show_count, show_seconds
 
@@ -317,6 +317,45 @@ def comparison_groups(compared: list[Row]) -> list[dict[str, Any]]:
 def _bars(row: Row, largest: float) -> list[tuple[str, str]]:
     """Return (side, percent of the table's largest) of the sides that have a figure above zero."""
     return [(side, f"{100 * row[side] / largest:.1f}") for side in ("predicted", "measured") if row[side]]
+
+
+def memory_bars(plan: dict[str, Any], summary: dict[str, Any]) -> list[dict[str, str]]:
+    """Return bars of what a rank holds between steps and at the peak, in percent of what it may fill.
+
+    Empty where the plan does not say how much that is.
+    """
+    room = number(plan.get("usable_bytes"))
+    if not room:
+        return []
+    found = []
+    for moment, name in MOMENTS.items():
+        predicted = sum(predicted_rows(plan, moment).values())
+        measured = largest_rank(summary, moment)
+        for side, value in (("predicted", predicted), ("measured", measured)):
+            if value:
+                says = f"{show_bytes(value)} of {show_bytes(room)} ({value / room:.0%})"
+                percent = f"{min(100.0, 100 * value / room):.1f}"
+                found.append({"what": f"{name}, {side}", "side": side, "percent": percent, "says": says})
+    return found
+
+
+def largest_rank(summary: dict[str, Any], moment: str) -> float | None:
+    """Return the fullest rank's measured bytes: the process's or card's own at the peak, its tensors between steps."""
+    if moment == "peak":
+        peaks = summary.get("peak_bytes_per_rank")
+        return max((p for p in map(number, peaks) if p is not None), default=None) if isinstance(peaks, list) else None
+    memory = summary.get("memory")
+    ranks = memory.get(moment) if isinstance(memory, dict) else None
+    if not isinstance(ranks, list):
+        return None
+    sums = [sum(n for v in rows.values() if (n := number(v)) is not None) for rows in ranks if isinstance(rows, dict)]
+    return max(sums, default=None)
+
+
+def sampling_of(story: Story) -> str:
+    """Return how the samples were drawn, by the recipe."""
+    temperature = number(_section(story, "train").get("sample_temperature"))
+    return f"drawn at temperature {temperature:g}" if temperature else "taking the most probable token each time"
 
 
 def comparison_note(compared: list[Row], bars: bool = True) -> str:

@@ -278,7 +278,12 @@ def _sampler(
         tokenizer = load_tokenizer(prepared.tokenizer_folder / "tokenizer.json")
         ids = {text: tokenizer.prompt(text) for text in prompts}
         usable = [text for text in prompts if ids[text]]
-        texts = engine.generate([ids[text] for text in usable], recipe.train.sample_tokens)
+        texts = engine.generate(
+            [ids[text] for text in usable],
+            recipe.train.sample_tokens,
+            temperature=recipe.train.sample_temperature,
+            seed=recipe.train.seed + step,
+        )
         if record is not None:
             for prompt, more in zip(usable, texts, strict=True):
                 record.sample(step, prompt, tokenizer.backend.decode(more))

@@ -301,6 +301,9 @@ class TrainSection(Section):
     sample_every: Annotated[Count, Field(ge=0)] = Field(default=0, description="steps; 0: only at the end")
     sample_prompts: list[str] = Field(default_factory=list)
     sample_tokens: Annotated[Count, Field(ge=1)] = 48
+    sample_temperature: Annotated[Number, Field(ge=0)] = Field(
+        default=0.0, description="of sampled texts; 0 takes the most probable token each time"
+    )
     balance: BalanceSection = Field(default_factory=BalanceSection)
     mtp: PredictionSection = Field(default_factory=PredictionSection)
     nonfinite: Literal["stop", "skip"] = Field(

@@ -1,0 +1,38 @@
+"""The front page's table is the planner's own, in both languages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import what_fits  # noqa: E402
+
+
+def printed(name: str) -> dict[str, list[str]]:
+    """Return model -> cells of a README's table."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    rows = text.partition(what_fits.BEGIN)[2].partition(what_fits.END)[0].strip().splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_both_languages_show_one_table():
+    assert list(printed("README.md")) == list(what_fits.MODELS)
+    assert printed("README.md") == printed("README.zh-CN.md")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[] if m == "smollm2-135m" else pytest.mark.slow) for m in what_fits.MODELS]
+)
+def test_the_planner_still_says_so(model):
+    """Where it lies is exact; a speed may move by a quarter before the page must be made anew (--write)."""
+    for text, (gpus, ram) in zip(printed("README.md")[model], what_fits.MACHINES.items(), strict=True):
+        where, speed = what_fits.cell(model, gpus, ram)
+        shown, _, figure = text.partition(": ")
+        assert shown == where, f"{model} on {gpus}: run python bench/what_fits.py --write"
+        assert float(figure or 0) == pytest.approx(speed, rel=0.25)
