@@ -15,14 +15,38 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet report runs/first-light-1")
     def report(
-        folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
+        folders: Annotated[
+            list[str], typer.Argument(metavar="RUN...", help="A run folder, finished or not; several are compared.")
+        ],
         output: Annotated[
             str | None, typer.Option(metavar="FILE", help="Where the page goes; default RUN/report.html.")
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
-        """Write RUN/report.html and print the main figures, predicted beside measured."""
-        run(folder, output, as_json)
+        """Write RUN/report.html and print the main figures, predicted beside measured; compare several runs."""
+        if len(folders) > 1:
+            run_several(folders, output, as_json)
+        else:
+            run(folders[0], output, as_json)
+
+
+def run_several(folders: list[str], output: str | None, as_json: bool) -> None:
+    import shutil
+
+    from tercet.errors import InputError
+    from tercet.report.several import beside, show
+    from tercet.report.story import read_story
+    from tercet.spec.run_folder import open_run
+
+    if output is not None:
+        raise InputError("--output is for one run's page", "Compared runs are printed; --json prints them as data.")
+    found = beside([read_story(open_run(folder)) for folder in folders])
+    if as_json:
+        import orjson
+
+        typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    else:
+        typer.echo(show(found, shutil.get_terminal_size().columns))
 
 
 def run(folder: str, output: str | None, as_json: bool) -> None:

@@ -107,14 +107,14 @@ def chart(
     every = [p for s in series for p in s.points]
     x_low, x_high = _span((x for x, _ in every), 0.5)
     y_low, y_high = robust_span([y for _, y in every])
-    outside = sum(
-        not y_low <= y <= y_high for s in series if s.style != "main" or len(series) == 1 for _, y in s.points
-    )
     if from_zero and y_low > 0:
         y_low = 0.0
     ticks = [t for t in nice_ticks(y_low, y_high, TICKS) if y_low <= t <= y_high]
     room = AIR * (y_high - y_low)
     y_low, y_high = (y_low if y_low == 0 else y_low - room), y_high + room
+
+    drawn = [s for s in series if s.style != "main" or len(series) == 1]  # the median hides no value of its own
+    outside = sum(not y_low <= y <= y_high for s in drawn for _, y in s.points)
 
     def across(x: float) -> float:
         return (x - x_low) / (x_high - x_low)

@@ -329,7 +329,11 @@ def memory_bars(plan: dict[str, Any], summary: dict[str, Any]) -> list[dict[str,
         return []
     found = []
     for moment, name in MOMENTS.items():
-        predicted = sum(predicted_rows(plan, moment).values())
+        rows = predicted_rows(plan, moment)
+        if moment != "peak":  # measured are tensors, without the process and what the allocator keeps
+            rows = {row: held for row, held in rows.items() if row != "reserve"}
+            name = f"tensors {name}"
+        predicted = sum(rows.values())
         measured = largest_rank(summary, moment)
         for side, value in (("predicted", predicted), ("measured", measured)):
             if value:

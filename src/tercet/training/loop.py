@@ -161,6 +161,7 @@ class Loop:
                 tokens=result.tokens,
                 seconds=seconds,
                 tokens_per_second=result.tokens / seconds,
+                memory_bytes=peak_bytes(self.world.device),
                 **result.load,
             )
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tercet.spec.run_folder import RunFolder
-from tercet.units import show_count, show_seconds
+from tercet.training.line import full_speed, step_line
+from tercet.units import show_seconds
 
 WARM_UP_STEPS = 2  # the first steps allocate and compile: no measure of speed
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -84,6 +85,7 @@ class Recorder:
         self._lost: set[str] = set()  # logs that failed: said once
         self._first_step = first_step
         self._last_line = 0.0
+        self._limit = full_speed(run.read_plan())
         if first_step:
             trim_events(run, first_step, done_there)
         self._file = run.events.open("ab", buffering=0)
@@ -91,7 +93,7 @@ class Recorder:
         if console is not None and console.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=8),
                 TextColumn("{task.fields[line]}"),
                 console=console,
                 transient=False,
@@ -161,8 +163,7 @@ class Recorder:
         for name in ("loss", "grad_norm", "lr", "tokens_per_second", "expert_load", "idle_experts"):
             if name in fields:
                 self._scalar(f"train/{name}", fields[name], step)
-        load = f"  fullest expert {fields['expert_load']:.2f}x" if "expert_load" in fields else ""
-        line = f"loss {fields['loss']:.4f}{load}  {show_count(fields['tokens_per_second'])} tokens/s{self._eta(step)}"
+        line = step_line(fields, self._limit) + self._eta(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, line=line)
         elif self._console is not None:
