@@ -179,3 +179,10 @@ def _requests_until(fake: FakeRun, address: str, process: subprocess.Popen[str])
             time.sleep(0.1)
     fake.steps(4, 6)
     return count
+
+
+def test_fetching_a_folder_says_that_it_is_here_already(tmp_path):
+    assert "holds no config.json" in tercet("fetch", str(tmp_path), code=2)
+    (tmp_path / "config.json").write_text("{}")
+    said = CliRunner().invoke(app, ["fetch", str(tmp_path)])
+    assert said.exit_code == 0 and "nothing to fetch" in said.output and str(tmp_path) in said.output

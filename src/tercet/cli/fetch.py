@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,13 +37,13 @@ def run(
     name: str, output: str | None, revision: str | None, token: str | None, only_config: bool, from_bin: bool
 ) -> str:
     """Return the folder. Raises InputError or TercetError with what to do."""
-    from pathlib import Path
-
     from tercet.errors import InputError
     from tercet.weights.hub import fetch
 
     target = Path(output).expanduser() if output else None
     if not from_bin:
+        if (here := Path(name).expanduser()).is_dir():
+            return str(_local(here))
         with _bar() as bar:
             return str(
                 fetch(
@@ -60,6 +61,19 @@ def run(
     if folder.resolve() == target.resolve():
         print("writing beside the .bin files; they may be deleted afterwards", file=sys.stderr)
     return str(import_bin(folder, target))
+
+
+def _local(folder: Path) -> Path:
+    """Return a folder that is a model already, saying that nothing was fetched. Raises InputError for another folder."""
+    from tercet.errors import InputError
+
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder} is a folder on this machine, and holds no config.json",
+            "fetch takes a hub name (owner/name). A folder of .bin files: --import-bin --output FOLDER.",
+        )
+    _say(f"{folder} is a folder on this machine: nothing to fetch")
+    return folder
 
 
 @contextlib.contextmanager
