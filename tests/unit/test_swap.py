@@ -35,7 +35,7 @@ def _library(monkeypatch):
 
 def test_two_runs_share_a_drive_and_not_a_folder(tmp_path):
     drive = str(tmp_path / "drive")
-    recipe = build_recipe({"data": {"train": "x"}, "strategy": {"offload": {"nvme_path": drive}}})
+    recipe = build_recipe({"data": {"train": "x"}, "strategy": {"offload": {"optimizer": "nvme", "nvme_path": drive}}})
     one, other = (swap_folder(recipe, RunFolder(tmp_path / name / "run")) for name in ("a", "b"))
     assert one != other and one.parent == other.parent == tmp_path / "drive"
     assert swap_folder(build_recipe({"data": {"train": "x"}}), RunFolder(tmp_path / "run")) == tmp_path / "run" / "swap"

@@ -168,7 +168,7 @@ def test_a_gguf_file_and_a_folder_without_weights(folders, tmp_path):
         ("strategy.engine=deepspeed", "strategy.engine: deepspeed is not built for model.module=transformers"),
         ("strategy.compile=true", "strategy.compile: true is not built for model.module=transformers"),
         ("strategy.recompute=selective", "strategy.recompute: selective is not built for model.module=transformers"),
-        ("strategy.tensor=2", "strategy.tensor is 2; this axis is not built yet"),
+        ("strategy.tensor=2", "strategy.tensor is 2, which is not built yet"),
     ],
 )
 def test_strategies_that_are_not_built_for_it(folders, override, sentence):

@@ -32,7 +32,9 @@ def register(app: typer.Typer) -> None:
         ] = False,
         cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, although there are cards.")] = False,
         print_recipe: Annotated[bool, typer.Option(help="Print the resolved recipe and leave.")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON at the end.")] = False,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print the summary at the end, or the resolved recipe, as JSON.")
+        ] = False,
     ) -> None:
         """Train a recipe: text in, trained model out. Predicts first, refuses what cannot work."""
         if cpu:
@@ -51,7 +53,7 @@ def run(
     as_json: bool,
 ) -> None:
     from tercet.errors import InputError
-    from tercet.spec.recipe import load_recipe
+    from tercet.spec.recipe import load_recipe, load_run_recipe
     from tercet.training.needs import require_unix
 
     require_unix()  # before what only Unix has is imported
@@ -67,7 +69,8 @@ def run(
     if print_recipe:
         from tercet.spec.run_folder import open_run
 
-        typer.echo(load_recipe(recipe or open_run(resume or "").recipe, arguments).to_yaml(), nl=False)
+        found = load_run_recipe(open_run(resume).recipe, arguments) if resume else load_recipe(recipe or "", arguments)
+        typer.echo(found.model_dump_json(indent=2) if as_json else found.to_yaml().rstrip())
         return
     asked = Asked(recipe, arguments, output, resume, ranks, restarts, accept_changed_data)
     if os.environ.get("RANK") is not None:

@@ -16,7 +16,7 @@ from tercet.data.kept import Kept, changes, described, judge
 from tercet.data.losses import Losses
 from tercet.data.mix import Mix, read_weights
 from tercet.data.shards import Rows, Writer
-from tercet.data.sources import Source, content_hashes, find
+from tercet.data.sources import Source, content_hashes, find_all
 from tercet.data.tokenize import encode_stream
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
@@ -76,7 +76,7 @@ def prepare(
     is left to train on.
     """
     _refuse_unbuilt(data)
-    train, held = _find(data)
+    train, held = find_all(data)
     weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
     folder = cache.folder_of(data.cache)
     hashes = _hashes(train, held, progress)
@@ -111,7 +111,7 @@ def find_prepared(
     data: DataSection, *, vocabulary: int | None, model_tokenizer: Path | None, seed: int
 ) -> Prepared | None:
     """Return the data if it lies in the cache already, else None. Reads the files once, makes nothing."""
-    train, held = _find(data)
+    train, held = find_all(data)
     weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
     hashes = _hashes(train, held, _quiet)
     loaded, decided = _tokenizer_of(data, vocabulary, model_tokenizer, None, _quiet)
@@ -127,7 +127,7 @@ def find_prepared(
 def source_bytes(data: DataSection) -> dict[str, int]:
     """Return format -> bytes of the files of data.train."""
     found: Counter[str] = Counter()
-    for source in _find(data)[0]:
+    for source in find_all(data)[0]:
         for file in source.files:
             found[file.format] += file.bytes
     return dict(found)
@@ -137,14 +137,6 @@ def _refuse_unbuilt(data: DataSection) -> None:
     for name, value in (("template", data.template), ("train_on", data.train_on)):
         if value not in (None, "all"):
             raise InputError(f"data.{name} is {value!r}: training on chats is not built yet")
-
-
-def _find(data: DataSection) -> tuple[list[Source], list[Source] | float | None]:
-    train = [find(s, f"data.train.{n}") for n, s in enumerate(data.train)]
-    held = data.validation
-    if held is None or isinstance(held, float):
-        return train, held
-    return train, [find(s, f"data.validation.{n}") for n, s in enumerate(held)]
 
 
 def _tokenizer_of(

@@ -15,10 +15,11 @@ from tercet.data import folders, formats
 from tercet.data.compressed import UNREADABLE
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError, nearest
-from tercet.spec.recipe import SourceSection
+from tercet.spec.recipe import DataSection, SourceSection
 
 _BLOCK = 1 << 22
 COLUMNS = ("text",)  # what a `map` may name
+WITHOUT_COLUMNS = ("text", "python")  # formats
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,29 @@ def find(section: SourceSection, key: str) -> Source:
         for path in found.taken:
             formats.head_of(path)
         files = [File(p, section.format, p.stat().st_size) for p in found.taken]
+    _check_map(section, files, key)
     return Source(section, tuple(files), tuple((_printable(str(p)), why) for p, why in found.passed))
+
+
+def find_all(data: DataSection) -> tuple[list[Source], list[Source] | float | None]:
+    """Return (training sources, held-out sources, or the fraction held out). Raises InputError, as `find` does."""
+    train = [find(s, f"data.train.{n}") for n, s in enumerate(data.train)]
+    held = data.validation
+    if isinstance(held, list):
+        held = [find(s, f"data.validation.{n}") for n, s in enumerate(held)]
+    everything = [f for s in (*train, *(held if isinstance(held, list) else ())) for f in s.files]
+    if data.long_rows == "cut" and all(f.format == "text" for f in everything):
+        raise InputError(
+            "data.long_rows is cut, but every file is plain text, which has no rows and is always split",
+            "Take data.long_rows out.",
+        )
+    return train, held
+
+
+def _check_map(section: SourceSection, files: list[File], key: str) -> None:
+    """Raise InputError for a `map` of files that have no columns."""
+    if section.map and all(f.format in WITHOUT_COLUMNS for f in files):
+        raise InputError(f"{key}.map: {section.path} is {files[0].format}, which has no columns", "Take map out.")
 
 
 def _paths(text: str, key: str) -> folders.Found:

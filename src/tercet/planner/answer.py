@@ -20,7 +20,7 @@ from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
-from tercet.spec.recipe import Recipe, build_recipe, load_recipe, shipped_recipes
+from tercet.spec.recipe import Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of
 from tercet.units import show_bytes
 
@@ -176,6 +176,7 @@ def answer_for(
 ) -> dict[str, Any]:
     """Return the answer for a recipe on a machine. `deepspeed`: whether its engine may be chosen unasked."""
     model = describe(recipe.model)
+    refuse_idle_for(recipe, model)
     counts, work = Counts(model), Work.of(recipe)
     search = Search(counts, work, machine, load_for(machine))
     missing = not_built(recipe) + formats(work, machine)

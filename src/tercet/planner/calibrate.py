@@ -25,7 +25,7 @@ from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import Machine
 from tercet.spec.model import Model
-from tercet.spec.recipe import load_recipe
+from tercet.spec.recipe import load_run_recipe
 from tercet.spec.run_folder import open_run
 from tercet.spec.strategy import Strategy, Work
 
@@ -206,7 +206,7 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
             f"{run.path} ran on {ran.get('card') or ran.get('kind') or 'an unknown machine'}, this is {machine.describe()}",
             "Calibrate on the machine that the runs are from.",
         )
-    recipe = load_recipe(run.recipe)
+    recipe = load_run_recipe(run.recipe)
     model = describe(recipe.model)
     job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
     return Prepared(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tercet.spec.mesh import Mesh
 from tercet.spec.model import Model
-from tercet.spec.recipe import Recipe, StrategySection
+from tercet.spec.recipe import Recipe, StrategySection, unbuilt
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -105,32 +105,20 @@ class Work:
 
 def not_built(recipe: Recipe) -> list[str]:
     """Return a sentence for everything the recipe asks for that does not exist yet."""
-    s, why = recipe.strategy, []
+    s, why = recipe.strategy, list(unbuilt(recipe))
     deepspeed = s.engine == "deepspeed"
-    if s.engine not in ("native", "deepspeed"):
-        why.append(f"strategy.engine: {s.engine} is not built yet; native and deepspeed are")
-    for axis in ("tensor", "pipeline", "expert", "context"):
-        if getattr(s, axis) != 1:
-            why.append(f"strategy.{axis} is {getattr(s, axis)}; this axis is not built yet, so it must be 1")
     if s.zero not in (0, "auto") and s.data not in (1, "auto"):
         why.append(
             f"strategy.data: {s.data} replicas of a model that zero {s.zero} cuts into shards are not built yet; leave "
             "strategy.data out and all ranks share one copy, or take strategy.zero=0 (ddp) for replicas"
         )
-    for what in ("optimizer", "weights", "activations"):
-        where = getattr(s.offload, what)
-        if where != "none" and what == "activations":
-            why.append(f"strategy.offload.{what}: {where} is not built yet; none is")
-        if where == "nvme" and not deepspeed:
+    for what in ("optimizer", "weights"):
+        if getattr(s.offload, what) == "nvme" and not deepspeed:
             why.append(
                 f"strategy.offload.{what}: nvme is built for strategy.engine=deepspeed (zero 3); cpu is for both"
             )
-    if recipe.adapter.kind != "none" or recipe.adapter.quantize != "none":
-        why.append(f"adapter: {recipe.adapter.kind} is not built yet; none is")
-    if recipe.train.precision not in ("bf16", "fp32", *(("fp16",) if deepspeed else ())):
-        why.append(f"train.precision: {recipe.train.precision} is not built yet; bf16 and fp32 are")
-    if recipe.data.template is not None or recipe.data.train_on is not None:
-        why.append("data.template and data.train_on: training on chats is not built yet; rows of text are")
+    if recipe.train.precision == "fp16" and not deepspeed:
+        why.append("train.precision: fp16 is built for strategy.engine=deepspeed; bf16 and fp32 are for both")
     if recipe.model.module == "transformers":
         why += _why_not_through_transformers(s)
     return why

@@ -17,7 +17,7 @@ from tercet.parallel.bond import die_with_parent
 from tercet.parallel.world import World, launch_variables, open_world
 from tercet.planner.launcher_files.conflicts import conflicts
 from tercet.planner.launcher_files.read import read_file
-from tercet.spec.recipe import Recipe, load_recipe
+from tercet.spec.recipe import Recipe, load_recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy
 from tercet.training.failure import error_reports, first_error
@@ -55,7 +55,10 @@ def run_launched(asked: Asked) -> Ended:
     stop.install()
     numbers = launch_variables()
     assert numbers is not None
-    recipe = load_recipe(open_run(asked.resume).recipe if asked.resume else asked.recipe or "", asked.overrides)
+    if asked.resume:
+        recipe = load_run_recipe(open_run(asked.resume).recipe, asked.overrides)
+    else:
+        recipe = load_recipe(asked.recipe or "", asked.overrides)
     world = open_world(recipe.train.collective_timeout_seconds)
     places = world.gather((str(world.device), socket.gethostname()))
     if world.rank == 0:

@@ -24,10 +24,7 @@ def check_files(recipe: Recipe) -> None:
     """Raise InputError for data that is not there or of no known format, before anything is read to its end."""
     from tercet.data import sources
 
-    held = recipe.data.validation
-    for key, sections in (("train", recipe.data.train), ("validation", held if isinstance(held, list) else [])):
-        for number, section in enumerate(sections):
-            sources.find(section, f"data.{key}.{number}")
+    sources.find_all(recipe.data)
 
 
 def check_tokenizer(recipe: Recipe) -> None:

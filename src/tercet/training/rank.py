@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tercet.errors import InterruptedRun, RunError, TercetError, file_error
 from tercet.parallel.bond import die_with_parent
 from tercet.spec.memory_limit import memory_limit
-from tercet.spec.recipe import Recipe, load_recipe
+from tercet.spec.recipe import Recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.training.console import ConsoleFile
 from tercet.training.launcher import how_started
@@ -211,7 +211,7 @@ def main() -> None:
     stop = Stop(again=leave_at_once)
     stop.install()
     run = RunFolder(given.run)
-    recipe = load_recipe(run.recipe)
+    recipe = load_run_recipe(run.recipe)
 
     def join() -> World:
         from tercet.parallel.world import open_world

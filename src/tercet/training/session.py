@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from tercet.errors import InputError, InterruptedRun, NotLegalError, file_error
-from tercet.spec.recipe import Recipe, load_recipe
+from tercet.spec.recipe import Recipe, load_recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
 from tercet.training.preflight import check_files, check_output, check_tokenizer, make_plan
@@ -60,8 +60,8 @@ class Session:
         ranks = asked.ranks if world is None else world
         if asked.resume is not None:
             self._run = open_run(asked.resume)
-            self.recipe = load_recipe(self._run.recipe, asked.overrides)
-            self.changes = changed_keys(load_recipe(self._run.recipe), self.recipe)
+            self.recipe = load_run_recipe(self._run.recipe, asked.overrides)
+            self.changes = changed_keys(load_run_recipe(self._run.recipe), self.recipe)
             if has_trained(self._run):
                 refuse_changes(self.changes)
             summary = self._run.read_summary() or {}
@@ -197,6 +197,11 @@ def refuse_options(asked: Asked, launcher: str | None, world: int | None) -> Non
             f"--output {asked.output} with --resume: a resumed run stays in its folder",
             "Leave --output away, or copy the folder and resume the copy.",
         )
+    if moved := [o for o in asked.overrides if o.partition("=")[0].strip() == "output.folder"]:
+        if asked.resume is not None:
+            raise InputError(f"{moved[0]} with --resume: a resumed run stays in its folder", f"Leave {moved[0]} away.")
+        if asked.output is not None:
+            raise InputError(f"--output {asked.output} and {moved[0]} name the run folder twice", "Give one of them.")
     if asked.accept_changed_data and asked.resume is None:
         raise InputError("--accept-changed-data is for --resume: a new run takes its data as it is")
     if launcher is None:

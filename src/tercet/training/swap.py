@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tercet.errors import InputError
-from tercet.spec.recipe import Recipe, load_recipe
+from tercet.spec.recipe import Recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Strategy
 from tercet.units import show_bytes
@@ -30,7 +30,7 @@ class Swap:
 
     def __init__(self, run: RunFolder):
         plan = run.read_plan() or {}
-        self._folder = swap_folder(load_recipe(run.recipe), run) if Strategy(**plan["strategy"]).on_nvme else None
+        self._folder = swap_folder(load_run_recipe(run.recipe), run) if Strategy(**plan["strategy"]).on_nvme else None
         self._needed_bytes = plan["disk"].get("swap", 0)
 
     def prepare(self, say: Callable[[str], None]) -> None:

@@ -11,8 +11,9 @@ import yaml
 from pydantic import ValidationError
 
 from tercet.errors import InputError, nearest
+from tercet.spec.recipe.effect import HINT, idle, idle_sentence
 from tercet.spec.recipe.sections import Recipe, model_word, strategy_word
-from tercet.spec.recipe.wording import explain, section_names
+from tercet.spec.recipe.wording import explain, place_of, section_names
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -37,7 +38,14 @@ def find_recipe(name: str | Path) -> Path:
     )
 
 
-def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+def load_run_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a run folder's recipe.yaml as load_recipe does, but for keys in it that cannot act: no reason to refuse a
+    run that has trained with them; they fall back to their defaults.
+    """
+    return load_recipe(path, overrides, of_run=True)
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = (), *, of_run: bool = False) -> Recipe:
     """Read a recipe and apply `key=value` overrides.
 
     Raises InputError that names file and line (or the override), the value seen and what is allowed.
@@ -51,18 +59,23 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if not isinstance(tree, dict):
         raise InputError(f"{path}: a recipe is a mapping of sections ({', '.join(section_names())})")
     tree.setdefault("name", path.stem)
-    return build_recipe(tree, overrides, lines)
+    return build_recipe(tree, overrides, lines, of_run)
 
 
 # One length of a run on the command line takes the place of the file's other one.
 INSTEAD = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
-def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dict[str, str] | None = None) -> Recipe:
-    """Validate a plain tree of values. `lines` maps a dotted key to the "file, line n" it came from."""
+def build_recipe(
+    tree: dict[str, Any], overrides: Iterable[str] = (), lines: dict[str, str] | None = None, of_run: bool = False
+) -> Recipe:
+    """Validate a plain tree of values. `lines` maps a dotted key to the "file, line n" it came from.
+
+    `of_run`: keys of the tree that cannot act are dropped, not refused.
+    """
     lines = dict(lines or {})
     overrides = list(overrides)
-    given = {override.partition("=")[0] for override in overrides}
+    given = {override.partition("=")[0].strip() for override in overrides}
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or not key:
@@ -72,10 +85,40 @@ def build_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), lines: dic
         lines[key] = f"{override!r} on the command line"
         if (other := INSTEAD.get(key)) and other not in given and isinstance(tree.get("train"), dict):
             tree["train"].pop(other.partition(".")[2], None)
+    recipe = _validated(tree, lines)
+    for key, _, rule in idle(recipe):
+        if not _said(key, given) and (of_run or any(_said(decides, given) for decides in rule.by)):
+            _take_out(tree, key)
+    recipe = _validated(tree, lines)
+    if wrong := idle(recipe):
+        sentences = (idle_sentence(key, value, rule.needs) for key, value, rule in wrong)
+        places = (f"{place}: " if (place := place_of(key.split("."), lines)) else "" for key, _, _ in wrong)
+        raise InputError("\n".join(map("".join, zip(places, sentences, strict=True))), HINT)
+    return recipe
+
+
+def _validated(tree: dict[str, Any], lines: dict[str, str]) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         raise InputError("\n".join(explain(error, lines))) from None
+
+
+def _said(key: str, given: set[str]) -> bool:
+    """Whether the command line gave a key, or a section that it is in."""
+    parts = key.split(".")
+    return any(".".join(parts[: n + 1]) in given for n in range(len(parts)))
+
+
+def _take_out(tree: Any, key: str) -> None:
+    """Take a key of the file out of the tree, wherever a section was not written as a word."""
+    *path, last = key.split(".")
+    for part in path:
+        tree = tree[int(part)] if isinstance(tree, list) and part.isdigit() else tree.get(part)
+        if not isinstance(tree, dict | list):
+            return
+    if isinstance(tree, dict):
+        tree.pop(last, None)
 
 
 MOST_VALUES = 20_000

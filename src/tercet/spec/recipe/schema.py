@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from tercet.spec.recipe.built import BUILT, runs
 from tercet.spec.recipe.sections import WORDS, Recipe
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe file, for editors. Words stand where a section may be shortened."""
+    """Return the JSON schema of a recipe file, for editors. Words stand where a section may be shortened.
+
+    It offers what this version runs: of a key in BUILT only the values there, of the words only those that mean them.
+    """
     schema = Recipe.model_json_schema()
+    for key, built in BUILT.items():
+        field = _field(schema, key)
+        for rule in field.keys() - {"title", "description", "default"}:
+            del field[rule]
+        field["enum"] = list(built)
     properties = schema["properties"]
-    for name, words in (("strategy", {"enum": list(WORDS)}), ("model", {}), ("adapter", {"enum": ["none"]})):
+    for name, words in (
+        ("strategy", {"enum": [word for word in WORDS if runs(WORDS[word])]}),
+        ("model", {}),
+        ("adapter", {"enum": ["none"]}),
+    ):
         properties[name] = {"anyOf": [{"type": "string", **words}, properties[name]]}
     definitions = schema["$defs"]
     source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/SourceSection"}]}
@@ -45,3 +58,12 @@ def json_schema() -> dict[str, Any]:
     schema["title"] = "Tercet recipe"
     schema["required"] = ["data"]
     return schema
+
+
+def _field(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the schema of a dotted key, its sections followed into the definitions."""
+    node = schema
+    *sections, last = key.split(".")
+    for section in sections:
+        node = schema["$defs"][node["properties"][section]["$ref"].rpartition("/")[2]]
+    return node["properties"][last]

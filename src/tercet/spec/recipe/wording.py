@@ -50,7 +50,7 @@ def explain(error: ValidationError, lines: dict[str, str]) -> list[str]:
         # A union adds its branches' names to the path; only parts that are keys or indices belong to the user's key.
         parts = _key_parts(fault["loc"])
         key = ".".join(parts)
-        where = _place(parts, lines)
+        where = place_of(parts, lines)
         prefix = f"{where}: " if where else ""
         sentence = prefix + _sentence(fault, key, parts)
         if key not in sentences:
@@ -63,7 +63,7 @@ def explain(error: ValidationError, lines: dict[str, str]) -> list[str]:
     return list(sentences.values())
 
 
-def _place(parts: list[str], lines: dict[str, str]) -> str:
+def place_of(parts: list[str], lines: dict[str, str]) -> str:
     """Return where a key came from: its own place, that of something below it, or that of its section."""
     key = ".".join(parts)
     if key in lines:
