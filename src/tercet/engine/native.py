@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
 from tercet.engine.base import EngineBase, once_each
+from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
@@ -48,6 +49,7 @@ class NativeEngine(EngineBase):
             self.layout.end_evaluation()
         self.optimizer = build_optimizer(self.layout.parts, setup.optim)
         self._make_moments()
+        check_formats(setup.precision, "native", self._formats())
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -109,6 +111,17 @@ class NativeEngine(EngineBase):
             state["step"] = torch.zeros((), dtype=torch.float32, device=part.value.device)
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(part.value)
+
+    def _formats(self) -> Iterator[Held]:
+        """Yield what is held and in which format. Shards are the masters: what computes is gathered from them."""
+        sharded = self.world.mesh.shard > 1
+        weights = ((name, p.dtype) for name, p in self.module.named_parameters())
+        yield from held("weight", weights, torch.float32 if sharded else self._precision.compute)
+        for part in self.layout.parts:
+            state = self.optimizer.state[part.value]
+            yield from held("master", [(part.name, part.value.dtype)], torch.float32)
+            yield from held("moment", [(part.name, state[m].dtype) for m in MOMENTS], torch.float32)
+        yield from held("balance", [(name, t.dtype) for name, t in self.balancer.state()], torch.float32)
 
     # ------------------------------------------------------------------------------------------------ the verbs
 

@@ -25,6 +25,8 @@ from tercet.engine.deepspeed.async_io import load_libraries
 from tercet.engine.deepspeed.config import deepspeed_config
 from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.engine.deepspeed.state import Fragments, restore_scaler, scaler_state
+from tercet.engine.deepspeed.zero_init import zero_init
+from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.schedules import loss_of
 from tercet.engine.seeds import seed_random_numbers
@@ -35,6 +37,7 @@ from tercet.model.decoder import Decoder, initial_tensor
 from tercet.parallel.recompute import recompute
 from tercet.parallel.world import World
 from tercet.spec.mesh import TOKENS
+from tercet.spec.optimizers.adamw import MOMENTS
 from tercet.spec.recipe import OptimSection
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,6 +71,7 @@ class DeepSpeedEngine(EngineBase):
         self.fragments = Fragments(
             self.engine, self._names, strategy.zero, self.world.data_rank, self.world.mesh.data_ranks
         )
+        check_formats(precision, "deepspeed", self._formats())
         if self._compute != torch.float32:
             # DeepSpeed makes its fp32 masters from the rounded weights; ours begin unrounded under every engine.
             self._fill_masters(lambda name: self._start(name, weights))
@@ -98,9 +102,7 @@ class DeepSpeedEngine(EngineBase):
             if self.strategy.zero == 3:
                 self.world.meet()  # every rank reads the weights, its disk may be slower
                 # Skips what an earlier call has sharded. float32 is no dtype DeepSpeed's own config knows here.
-                init = ds.zero.Init(
-                    module=piece, config_dict_or_path=self.config, dtype=self._compute, param_swapper=files
-                )
+                init = zero_init(ds, self._compute, module=piece, config_dict_or_path=self.config, param_swapper=files)
                 files = init.param_swapper
 
         for name, layer in module.model.layers.items():
@@ -126,6 +128,21 @@ class DeepSpeedEngine(EngineBase):
             model=self.module, model_parameters=groups, config=self.config, dist_init_required=False
         )
         return engine
+
+    def _formats(self) -> Iterator[Held]:
+        """Yield what is held and in which format: weights, their parts here and in files, masters, moments."""
+        sharded = self.strategy.zero == 3
+        for parameter, name in self._names.items():
+            formats = [parameter.dtype]
+            if sharded:
+                files = parameter.nvme_swapper
+                formats += [parameter.ds_tensor.dtype, *([files.dtype] if files is not None else [])]
+            yield from held("weight", ((name, f) for f in formats), self._compute)
+        flats = [(f"of group {n}", flat) for n, flat in enumerate(self.fragments.flats)]
+        yield from held("master", ((name, flat.dtype) for name, flat in flats), torch.float32)
+        for moment in MOMENTS:
+            states = ((name, self.fragments.base.state[flat][moment].dtype) for name, flat in flats)
+            yield from held(f"moment {moment}", states, torch.float32)
 
     # ------------------------------------------------------------------------------------------------ the verbs
 

@@ -114,9 +114,10 @@ def _take_out(tree: Any, key: str) -> None:
     """Take a key of the file out of the tree, wherever a section was not written as a word."""
     *path, last = key.split(".")
     for part in path:
-        tree = tree[int(part)] if isinstance(tree, list) and part.isdigit() else tree.get(part)
-        if not isinstance(tree, dict | list):
-            return
+        if isinstance(tree, list):
+            tree = tree[int(part)]
+        elif isinstance(tree, dict):
+            tree = tree.get(part)
     if isinstance(tree, dict):
         tree.pop(last, None)
 
