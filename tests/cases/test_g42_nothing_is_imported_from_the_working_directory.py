@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-import pytest
-
 from tercet import children
 from tercet.data.encoders import Encoders
 from tercet.data.tokenizer import Tokenizer
@@ -24,18 +22,25 @@ def strangers(folder) -> None:
         )
 
 
-@pytest.mark.parametrize("entry", ["", os.pathsep])
-def test_a_whole_run(cli, entry):
+def nothing_of(cli) -> None:
+    mark = cli.folder / "imported"
+    assert not mark.exists(), mark.read_text()
+
+
+def test_a_command_alone(cli):
     strangers(cli.folder)
-    if entry:  # an empty entry of PYTHONPATH means the working directory
-        cli.environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "") + entry + str(cli.folder / "nothing")
-        process = cli.run("prepare", "small.yaml")
-        return
+    assert "sequences" in cli.run("prepare", "small.yaml").stdout
+    nothing_of(cli)
+
+
+def test_a_whole_run_although_an_empty_entry_of_pythonpath_means_the_working_directory(cli):
+    strangers(cli.folder)
+    cli.environment["PYTHONPATH"] = os.pathsep + str(cli.folder / "nothing")
     process = cli.run("train", "small.yaml", "--ranks", "2", "--output", "run", "train.steps=3")
-    assert not (cli.folder / "imported").exists(), (cli.folder / "imported").read_text()
+    nothing_of(cli)
     assert "3 steps" in process.stdout
     cli.run("generate", "run", "The", "--tokens", "2")
-    assert not (cli.folder / "imported").exists()
+    nothing_of(cli)
 
 
 def test_helpers_of_the_tokenizer(tmp_path, monkeypatch):
