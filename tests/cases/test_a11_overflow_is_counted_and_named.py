@@ -153,4 +153,4 @@ def test_fp16_is_written_as_json_and_refused_on_a_cpu():
     }
     assert config["bf16"]["enabled"] is False
     with pytest.raises(NotLegalError, match="no fp16 on a CPU"):
-        engine_of(ALONE, strategy, 12, "fp16")
+        engine_of(ALONE, layout("zero2", 1, 12), 12, "fp16")

@@ -120,7 +120,7 @@ class NativeEngine(EngineBase):
         for part in self.layout.parts:
             state = self.optimizer.state[part.value]
             yield from held("master", [(part.name, part.value.dtype)], torch.float32)
-            yield from held("moment", [(part.name, state[m].dtype) for m in MOMENTS], torch.float32)
+            yield from held("moment", [(part.name, state[m].dtype) for m in MOMENTS if m in state], torch.float32)
         yield from held("balance", [(name, t.dtype) for name, t in self.balancer.state()], torch.float32)
 
     # ------------------------------------------------------------------------------------------------ the verbs
