@@ -117,3 +117,19 @@ def test_another_file_is_predicted_with_our_constants(tmp_path):
     assert first["memory"]["kind"] == "reserved"
     assert "hidden" in second["why"] and "RTX 9999" in third["why"]
     assert report["summary"]["pytorch"]["in_domain"]["tokens_per_s"]["rows"] == 1
+
+
+def test_a_row_left_out_says_nothing_of_its_own_prediction(rows):
+    """Its measured figure may be any: what the others' fit predicts for it must not move."""
+    few = calibrate.prepare(r for r in rows if not r.foreign and r.tokens_per_s)[:8]
+    row = few[0]
+    wrong = calibrate.Prepared(replace(row.row, tokens_per_s=row.row.tokens_per_s * 3))
+    predicted = []
+    for held in (row, wrong):
+        every = [held, *few[1:]]
+        whole = calibrate.fit(every)
+        predicted.append((whole, calibrate.leave_one_out(every, whole)[row.row.id].tokens_per_s))
+    (whole, apart), (bent, again) = predicted
+    assert again == pytest.approx(apart, rel=0.02)
+    moved = row.predict(bent).tokens_per_s / row.predict(whole).tokens_per_s
+    assert moved > 1.03, "the row does bend the fit that it is part of"

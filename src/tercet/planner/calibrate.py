@@ -123,28 +123,50 @@ def fit(
     centre = np.log([getattr(prior, n) for n in NAMES])
     point = np.log([getattr(start or prior, n) for n in NAMES])
     top = np.log([HIGHEST.get(n, math.inf) for n in NAMES])
-    best, least = point, math.inf
-    for _ in range(rounds + 1):  # a share at its limit has no slope beyond it, so rounds may overshoot: keep the best
-        base = _errors(rows, point)
-        size = np.abs(base) / ROW_SIGMA
-        loss = np.where(size > HUBER, HUBER * (size - HUBER / 2), size**2 / 2).sum()
-        loss += (((point - centre) / PRIOR_SIGMA) ** 2).sum() / 2
-        if loss < least:
-            best, least = point, loss
-        slopes = np.empty((len(base), len(NAMES)))
-        for k in range(len(NAMES)):
-            moved = point.copy()
-            moved[k] -= 0.02
-            slopes[:, k] = (base - _errors(rows, moved)) / 0.02
-        scaled = np.abs(base) / ROW_SIGMA
-        weight = np.where(scaled > HUBER, HUBER / np.maximum(scaled, 1e-9), 1.0) / ROW_SIGMA**2
-        left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(NAMES)) / PRIOR_SIGMA**2
-        right = -slopes.T @ (weight * base) - (point - centre) / PRIOR_SIGMA**2
-        step = np.clip(np.linalg.solve(left, right), -0.3, 0.3)
-        point = np.minimum(point + step, top)
-        if np.abs(step).max() < 1e-3:
+    loss = _loss(_errors(rows, point), point - centre)
+    for _ in range(rounds):
+        step = _step(rows, point, centre, top)
+        # The slopes hold nearby only: a step that makes the fit worse is halved.
+        for share in (1.0, 0.5, 0.25, 0.125, 0.0625):
+            moved = np.minimum(point + share * step, top)
+            found = _loss(_errors(rows, moved), moved - centre)
+            if found < loss:
+                break
+        else:
             break
-    return replace(prior, **{n: float(v) for n, v in zip(NAMES, np.exp(best), strict=True)})
+        size = np.abs(moved - point).max()
+        point, loss = moved, found
+        if size < 1e-3:
+            break
+    return replace(prior, **{n: float(v) for n, v in zip(NAMES, np.exp(point), strict=True)})
+
+
+def _loss(errors: np.ndarray, from_prior: np.ndarray) -> float:
+    size = np.abs(errors) / ROW_SIGMA
+    of_rows = np.where(size > HUBER, HUBER * (size - HUBER / 2), size**2 / 2).sum()
+    return float(of_rows + ((from_prior / PRIOR_SIGMA) ** 2).sum() / 2)
+
+
+def _step(rows: Sequence[Prepared], point: np.ndarray, centre: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """Return the Gauss-Newton step of the reweighted errors; a constant at its limit stays if it would pass it."""
+    base = _errors(rows, point)
+    slopes = np.empty((len(base), len(NAMES)))
+    for k in range(len(NAMES)):
+        moved = point.copy()
+        moved[k] -= 0.02
+        slopes[:, k] = (base - _errors(rows, moved)) / 0.02
+    scaled = np.abs(base) / ROW_SIGMA
+    weight = np.where(scaled > HUBER, HUBER / np.maximum(scaled, 1e-9), 1.0) / ROW_SIGMA**2
+    left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(NAMES)) / PRIOR_SIGMA**2
+    right = -slopes.T @ (weight * base) - (point - centre) / PRIOR_SIGMA**2
+    free = np.ones(len(NAMES), dtype=bool)
+    while True:
+        step = np.zeros(len(NAMES))
+        step[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
+        beyond = free & (point >= top - 1e-9) & (step > 0)
+        if not beyond.any():
+            return np.clip(step, -0.3, 0.3)
+        free &= ~beyond
 
 
 def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
@@ -158,20 +180,6 @@ def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants |
     for n, row in enumerate(rows):
         others = [*rows[:n], *rows[n + 1 :]]
         found[row.row.id] = row.predict(fit(others, start=whole, prior=prior, rounds=3))
-    return found
-
-
-def leave_source_out(
-    rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None
-) -> dict[str, Prediction]:
-    """Predict each source's rows with constants fitted on the other sources."""
-    found = {}
-    for source in {publisher(r.row.source) for r in rows}:
-        others = [r for r in rows if publisher(r.row.source) != source]
-        constants = fit(others, start=whole, prior=prior, rounds=5)
-        for row in rows:
-            if publisher(row.row.source) == source:
-                found[row.row.id] = row.predict(constants)
     return found
 
 

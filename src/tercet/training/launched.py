@@ -16,7 +16,7 @@ from tercet.errors import InputError, TercetError
 from tercet.parallel.bond import die_with_parent
 from tercet.parallel.world import World, launch_variables, open_world
 from tercet.planner.launcher_files.conflicts import conflicts
-from tercet.planner.launcher_files.read import read_file
+from tercet.planner.launcher_files.content import read_file
 from tercet.spec.recipe import Recipe, load_recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy

@@ -9,7 +9,8 @@ from tercet.errors import InputError
 from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
 from tercet.planner.launcher_files.conflicts import conflicts
-from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed, read_file
+from tercet.planner.launcher_files.content import read_file
+from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed
 from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
@@ -133,7 +134,7 @@ def as_overrides(found: Reading) -> list[str]:
         result.append(f"strategy.micro_batch={found.micro_batch}")
     if found.recompute:
         result.append(f"strategy.recompute={found.recompute}")
-    if found.precision in ("fp16", "bf16", "fp8"):
+    if found.precision:
         result.append(f"train.precision={found.precision}")
     return result
 

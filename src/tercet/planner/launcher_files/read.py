@@ -12,9 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tercet.errors import InputError, nearest
+from tercet.planner.launcher_files.content import read_file
 
 # What Tercet takes over stands in the code below; the other keys are known, but change no plan.
 _KEYS = {
@@ -85,24 +84,6 @@ class Reading:
         self.say(prefix + key, "unknown", f"{prefix}{key} is not a key that is read{nearest(key, known)}")
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """Return a JSON or YAML file's mapping. Raises InputError that names the file, and the line if it is broken."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-        content = yaml.safe_load(text)  # JSON is YAML, but for tabs
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise InputError(f"{path}{where}: not valid: {getattr(error, 'problem', error)}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds no mapping of keys")
-    return content
-
-
 # ---------------------------------------------------------------------------------------------------- DeepSpeed
 
 
@@ -136,22 +117,33 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
 
 
 def _precision(content: dict[str, Any], found: Reading) -> None:
-    on = [k for k in ("fp16", "bf16", "bfloat16") if _enabled(content.get(k))]
+    """Without "auto" DeepSpeed trains in fp32 when both formats are switched off."""
+    given = {k: _enabled(content[k], k, found) for k in ("fp16", "bf16", "bfloat16") if content.get(k) is not None}
+    on = [k for k, enabled in given.items() if enabled is True]
     if len(on) > 1:
         found.say(on[0], "contradiction", f"{' and '.join(on)} are both enabled; DeepSpeed stops at that: keep one")
-    for key in ("fp16", "bf16"):
-        if isinstance(content.get(key), bool):
-            found.say(
-                key,
-                "refused",
-                f'{key}: {str(content[key]).lower()} must be a section: {{"enabled": {str(content[key]).lower()}}}',
-            )
     if on:
-        found.precision = "fp16" if "fp16" in on and len(on) == 1 else "bf16"
+        found.precision = "fp16" if on == ["fp16"] else "bf16"
+    elif "auto" in given.values():
+        names = " and ".join(k for k, enabled in given.items() if enabled == "auto")
+        found.say(names, "note", f"{names}: auto is filled in from the recipe's train.precision")
+    elif given:
+        found.precision = "fp32"
+        found.say(next(iter(given)), "note", "neither fp16 nor bf16 is enabled: DeepSpeed trains in fp32")
 
 
-def _enabled(section: Any) -> bool:
-    return bool(section.get("enabled")) if isinstance(section, dict) else bool(section)
+def _enabled(section: Any, key: str, found: Reading) -> bool | str:
+    """Return whether a format is on, or "auto"; a section without the key `enabled` is off."""
+    if not isinstance(section, dict):
+        word = str(section).lower()
+        found.say(key, "refused", f'{key}: {word} must be a section: {{"enabled": {word}}}')
+        return word == "true"
+    value = section.get("enabled", False)
+    if value == "auto" or isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "false", "0", "1"):
+        return str(value).lower() in ("true", "1")
+    raise InputError(f"{found.path}: {key}.enabled is {value!r}; it must be true, false or auto")
 
 
 def _zero(zero: dict[str, Any], found: Reading) -> None:
@@ -270,9 +262,8 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
         )
         kind = wanted
     precision = content.get("mixed_precision")
-    if precision not in (None, "no", False):
-        found.precision = str(precision)
-    if "fp16" in content and precision not in (None, "no", False):
+    _mixed_precision(content, found)
+    if "fp16" in content and precision is not None:
         found.say(
             "fp16",
             "contradiction",
@@ -287,6 +278,20 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     elif kind == "FSDP":
         _accelerate_fsdp(fsdp, found)
     return found
+
+
+def _mixed_precision(content: dict[str, Any], found: Reading) -> None:
+    """Follow accelerate: `no` (which YAML reads as false) is fp32; an old file says `fp16: true` instead."""
+    value = content.get("mixed_precision")
+    if value is None:
+        if content.get("fp16"):
+            found.precision = "fp16"
+    elif value is False or value == "no":
+        found.precision = "fp32"
+    elif value in ("fp16", "bf16", "fp8"):
+        found.precision = value
+    else:
+        raise InputError(f"{found.path}: mixed_precision is {value!r}; it must be no, fp16, bf16 or fp8")
 
 
 def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], found: Reading) -> None:

@@ -30,7 +30,8 @@ def accelerate_file(found: Reading) -> dict:
         if found.nvme_path and section.get(f"offload_{what}_device") == "nvme":
             section[f"offload_{what}_nvme_path"] = found.nvme_path
     content["deepspeed_config"] = section
-    content["mixed_precision"] = found.precision or "no"
+    if found.precision:  # left open: accelerate takes no, and the recipe's format counts
+        content["mixed_precision"] = "no" if found.precision == "fp32" else found.precision
     return content | {"num_machines": 1, "machine_rank": 0, "num_processes": found.ranks or 3}
 
 
