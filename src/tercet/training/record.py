@@ -77,7 +77,7 @@ class Recorder:
         first_step: int = 0,
         done_there: Collection[str] = ("evaluate", "sample"),
     ):
-        """`first_step`: the checkpoint's that is resumed; `done_there`: events of that step that count as done."""
+        """`first_step`: the checkpoint's that is resumed, or 0; `done_there`: its events that count as done."""
         self._run, self._total, self._console = run, total_steps, console
         self._pace = Pace()
         self._unwritten = bytearray()
@@ -86,8 +86,7 @@ class Recorder:
         self._first_step = first_step
         self._last_line = 0.0
         self._limit = full_speed(run.read_plan())
-        if first_step:
-            trim_events(run, first_step, done_there)
+        trim_events(run, first_step, done_there)
         self._file = run.events.open("ab", buffering=0)
         self._progress: Progress | None = None
         if console is not None and console.is_terminal:
@@ -212,8 +211,11 @@ class Recorder:
 def trim_events(run: RunFolder, step: int, done_there: Collection[str]) -> None:
     """Drop what an interrupted run recorded after the checkpoint that is being resumed: it is done again.
 
-    So is what followed the save at the same step, unless the checkpoint knows it as done.
+    So is what followed the save at the same step, unless the checkpoint knows it as done. `step` 0: the run ended
+    before its first checkpoint, and all its steps are done again.
     """
+    if not run.events.exists():
+        return
 
     def stays(row: dict[str, Any]) -> bool:
         there = row.get("step", 0)
