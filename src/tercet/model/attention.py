@@ -111,7 +111,7 @@ def attend(
         return _causal(q_BTHD, k_BTKD, v_BTKD, scale, window)[..., :size]
     batch, tokens = q_BTHD.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if not q.is_cpu and q.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
         groups = q.shape[1] // k.shape[1]

@@ -156,7 +156,7 @@ def _runs(counts: list[int]) -> Iterator[tuple[int, slice]]:
 def has_grouped_matmul(rows: Tensor, weight_EOI: Tensor) -> bool:
     """Return whether F.grouped_mm is the fast way: on a GPU, in bf16, with rows of 16 bytes."""
     aligned = rows.shape[1] % 8 == 0 and weight_EOI.shape[1] % 8 == 0 and weight_EOI.shape[2] % 8 == 0
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
+    return not rows.is_cpu and rows.dtype == torch.bfloat16 and aligned
 
 
 def expert_linear(rows: Tensor, weight_EOI: Tensor, counts: Tensor) -> Tensor:
