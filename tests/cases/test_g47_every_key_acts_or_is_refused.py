@@ -226,6 +226,22 @@ def test_a_run_that_trained_with_idle_keys_can_still_be_read(tree, tmp_path):
         load_run_recipe(tmp_path / "recipe.yaml", ["train.evaluate_every=3"])
 
 
+def test_a_run_that_wrote_its_ranks_as_data_beside_shards_can_still_be_read(tree, tmp_path):
+    """`data: 3` beside `zero: 2` was once the number of ranks; said on the command line it means replicas."""
+    resolved = yaml.safe_load(build_recipe(tree, ["strategy=zero2"]).to_yaml())
+    path = tmp_path / "recipe.yaml"
+
+    def written(**strategy) -> None:
+        path.write_text(yaml.safe_dump(resolved | {"strategy": resolved["strategy"] | strategy}))
+
+    written(data=3)
+    recipe = load_run_recipe(path)
+    assert (recipe.strategy.zero, recipe.strategy.data) == (2, "auto") and not not_built(recipe)
+    assert not_built(load_run_recipe(path, ["strategy.data=3"])) and not_built(load_recipe(path))
+    written(data=3, zero=0)
+    assert load_run_recipe(path).strategy.data == 3  # whole copies: replicas then and now
+
+
 def test_the_planner_refuses_what_the_model_cannot_use(tree, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(

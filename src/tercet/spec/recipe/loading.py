@@ -59,7 +59,18 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), *, of_run: bool
     if not isinstance(tree, dict):
         raise InputError(f"{path}: a recipe is a mapping of sections ({', '.join(section_names())})")
     tree.setdefault("name", path.stem)
+    if of_run:
+        _forget_ranks(tree)
     return build_recipe(tree, overrides, lines, of_run)
+
+
+def _forget_ranks(tree: dict[str, Any]) -> None:
+    """Drop what `data` beside shards (zero 1 to 3) says in a run's recipe: once the number of ranks, which plan.json
+    has as well; no run can have begun with the replicas of shards that it would mean today.
+    """
+    strategy = tree.get("strategy")
+    if isinstance(strategy, dict) and strategy.get("zero") in ("1", "2", "3"):
+        strategy.pop("data", None)
 
 
 # One length of a run on the command line takes the place of the file's other one.
