@@ -44,12 +44,16 @@ class Batch:
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
-        move = {n: getattr(self, n).to(device, non_blocking=True) for n in _TENSORS}
-        return replace(self, **move)
+        """Return the batch on a device; `documents` stays on the host, which counts by it.
+
+        Copies to a card start from pinned memory, so the host does not wait for them.
+        """
+        if torch.device(device).type == "cpu":
+            return self
+        return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in _TENSORS})
 
 
-_TENSORS = ("input_ids", "labels", "positions", "documents")
+_TENSORS = ("input_ids", "labels", "positions")
 
 
 class Loader:

@@ -25,7 +25,7 @@ class MicroBatch(Protocol):
     input_ids: Tensor
     labels: Tensor  # shifted; -100 is not trained
     positions: Tensor
-    documents: Tensor  # int32 borders over the flattened tokens
+    documents: Tensor  # int32 borders over the flattened tokens; stays on the CPU
     rows: list[int]  # global sample numbers; -1 holds no row
 
     @property

@@ -81,7 +81,7 @@ class EngineBase:
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
         self.module.eval()
         self._begin_evaluation()
-        return loss_of(self.module, batch.to(self.world.device)).item(), batch.trained_tokens
+        return loss_of(self.module, batch, self.world.device).item(), batch.trained_tokens
 
     @torch.no_grad()
     def generate(

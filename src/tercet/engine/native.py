@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class NativeEngine(EngineBase):
         self._precision = PRECISIONS[setup.precision]
         self._schedule = schedule_of(setup.strategy)
         self._evaluating = False
+        # Names of the further predictions' tensors begin so.
+        self._further = tuple(prefix for prefix, _ in list(self.spec.blocks())[len(self.spec.layers) :])
         self.layout = self._build(setup.strategy, setup.weights)
         self.module = self.layout.module
         self._balance_experts(setup.weights)
@@ -145,6 +148,8 @@ class NativeEngine(EngineBase):
     def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
         parts = self.layout.parts
+        if self.spec.mtp and self.module.mtp_weight == 0:
+            self._freeze([p for p in parts if p.name.startswith(self._further)])
         squares = square_sum(parts) if parts else torch.zeros((), dtype=torch.float64)
         mesh, rank = self.world.mesh, self.world.rank
         # What several ranks hold alike, the first of them counts.
@@ -158,9 +163,17 @@ class NativeEngine(EngineBase):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        for part in parts:
+            if part.value.grad is None:
+                self.optimizer.state[part.value]["step"] += 1
         self._updates += 1
         self.layout.after_update()
         return StepResult(loss, norm, tokens)
+
+    def _freeze(self, parts: Sequence[Any]) -> None:
+        """Leave these out of the coming update, decay included; AdamW's count goes on, as a resumed run's does."""
+        for part in parts:
+            part.value.grad = None
 
     def _begin_evaluation(self) -> None:
         if not self._evaluating:

@@ -25,9 +25,10 @@ def build_optimizer(parts: Sequence[Part], optim: OptimSection) -> torch.optim.O
 
 def square_sum(parts: Sequence[Part]) -> Tensor:
     """Return the sum of squares of all gradients, fp64 on the CPU: fp32 norms per tensor, added in fp64."""
-    norms = torch._foreach_norm([p.value.grad for p in parts])
+    grads = [p.value.grad for p in parts if p.value.grad is not None]
+    norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
     return torch.stack(norms).double().square().sum().cpu()
 
 
 def scale_gradients(parts: Sequence[Part], factor: float) -> None:
-    torch._foreach_mul_([p.value.grad for p in parts], factor)
+    torch._foreach_mul_([p.value.grad for p in parts if p.value.grad is not None], factor)

@@ -6,12 +6,17 @@ Shape letters: B rows, T tokens, H query heads, K key-value heads, D head size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import signature
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tercet.spec.kernels import packed_head_size
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -104,22 +109,19 @@ def attend(
     With `window` a token sees only the last `window` tokens of its document, itself included.
     """
     size = v_BTKD.shape[-1]
-    if size != q_BTHD.shape[-1]:  # latent attention: the fast kernels want one size, and zeros change nothing
-        widest = max(size, q_BTHD.shape[-1])
+    widest = max(size, q_BTHD.shape[-1])
+    packed = None
+    if documents is not None and not q_BTHD.is_cpu and q_BTHD.dtype in HALF:
+        packed = packed_head_size(widest)
+        widest = packed or widest
+    if widest != size or widest != q_BTHD.shape[-1]:  # the fast kernels want one size, and zeros change nothing
         q_BTHD, k_BTKD, v_BTKD = (_widen(x, widest) for x in (q_BTHD, k_BTKD, v_BTKD))
     if documents is None:
         return _causal(q_BTHD, k_BTKD, v_BTKD, scale, window)[..., :size]
     batch, tokens = q_BTHD.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-    if not q.is_cpu and q.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn
-
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # older releases of varlen_attn want equal numbers of heads
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        edges, longest = documents.boundaries, documents.longest
-        left = -1 if window is None else window - 1
-        out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(left, 0))
+    if packed is not None:
+        out = _packed(q, k, v, documents, scale, window)
     else:
         out = _stacked(q, k, v, documents.stacks, scale, window)
     return out.view(batch, tokens, *out.shape[1:])[..., :size]
@@ -128,8 +130,31 @@ def attend(
 def attend_masked(q_BTHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return (B, T, H, D of v) for what `mask` (B, 1, T, L) lets each new token see; without one it sees all."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BLKD, v_BLKD))
-    grouped = q.shape[1] != k.shape[1]
+    k, v, grouped = _for_kernel(q, k, v, masked=mask is not None)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int | None) -> Tensor:
+    """Flash attention over (N, heads, D), all documents in one call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {}
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        if _varlen_takes_groups():
+            grouped = {"enable_gqa": True}
+        else:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    edges, longest = documents.boundaries, documents.longest
+    left = -1 if window is None else window - 1
+    return varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+
+
+@cache
+def _varlen_takes_groups() -> bool:
+    """Return whether this release's varlen_attn takes fewer heads of keys; older ones want equal numbers."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _widen(x: Tensor, size: int) -> Tensor:
@@ -189,14 +214,27 @@ class _CpuAttention(torch.autograd.Function):
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Causal attention over the tokens axis; with fewer queries than keys, the queries are the last ones."""
-    grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys and (window is None or keys <= window):
+        k, v, grouped = _for_kernel(q, k, v, masked=False)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if window is not None:
             mask = mask.triu(keys - queries - window + 1)
+        k, v, grouped = _for_kernel(q, k, v, masked=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def _for_kernel(q: Tensor, k: Tensor, v: Tensor, masked: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return (k, v, whether they are grouped), heads on axis 1, so that no kernel builds queries times keys.
+
+    On a card only flash attention takes grouped heads: half precision, no mask. The next best one wants equal numbers
+    of heads, and without them PyTorch falls to the kernel that holds all scores.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or q.is_cpu or (q.dtype in HALF and not masked):
+        return k, v, groups > 1
+    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False

@@ -86,7 +86,8 @@ class Carried:
 
     input_ids: Tensor
     labels: Tensor | None
-    documents: Tensor | None
+    trained: int | None
+    documents: Tensor | None  # on the device
     borders: Documents | None
     table: Table
     tally: Tally | None
@@ -128,16 +129,18 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
+        trained: int | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss, a scalar.
 
         input_ids, positions, labels: (batch, tokens) integers. documents: (documents + 1,) borders over the
         batch * tokens flattened tokens; without them each row is one document. labels are already shifted.
+        Borders on the host and `trained`, the number of labels that count, spare waiting for a card.
 
         The loss's value is the main loss alone. While training, its gradient is that of the main loss plus the
         balance and multi-token prediction terms: what is printed stays comparable, what is learned is the sum.
         """
-        x, carried = self.begin(input_ids, positions, documents, labels, caches)
+        x, carried = self.begin(input_ids, positions, documents, labels, caches, trained)
         balance: list[Tensor] = []
         for n in range(len(self.spec.layers)):
             x, loss = self.run_block(n, x, carried)
@@ -151,18 +154,20 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
+        trained: int | None = None,
     ) -> tuple[Tensor, Carried]:
         """Return (what goes into the first block, what every block needs besides); arguments as in `forward`."""
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         borders = None if documents is None else Documents.of(documents, input_ids.device)
         training = self.training and labels is not None and torch.is_grad_enabled()
-        tally = Tally.of(labels, documents, self.balance) if training and self.has_experts else None
+        edges = None if borders is None else borders.boundaries
+        tally = Tally.of(labels, edges, self.balance) if training and self.has_experts else None
         x = self.model.embed_tokens(input_ids)
         attention = self.spec.layers[0].attention
         wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype
         table = rotary_table(self.spec.rope, attention.rotary_dim, positions, wide)
-        return x, Carried(input_ids, labels, documents, borders, table, tally, caches, training)
+        return x, Carried(input_ids, labels, trained, edges, borders, table, tally, caches, training)
 
     def run_block(self, n: int, x: Tensor, carried: Carried) -> tuple[Tensor, Tensor | None]:
         """Return layer n's (x, balance loss or None)."""
@@ -175,8 +180,9 @@ class Decoder(nn.Module):
         x = self.model.norm(x)
         if carried.labels is None:
             return nn.functional.linear(x, self.head_weight)
-        main = next_token_loss(x, self.head_weight, carried.labels)
-        further_losses = self._further_losses(x, carried) if carried.training and self.spec.mtp else []
+        main = next_token_loss(x, self.head_weight, carried.labels, carried.trained)
+        predicts = carried.training and self.spec.mtp and self.mtp_weight > 0
+        further_losses = self._further_losses(x, carried) if predicts else []
         for term in (*balance, *further_losses):
             main = main + (term - term.detach()).to(main.dtype)
         return main

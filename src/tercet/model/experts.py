@@ -154,7 +154,7 @@ def _runs(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def has_grouped_matmul(rows: Tensor, weight_EOI: Tensor) -> bool:
-    """Return whether F.grouped_mm is the fast way: on a GPU, in bf16, with rows of 16 bytes."""
+    """Return whether F.grouped_mm is the fast way: on a card, in bf16, with rows of 16 bytes."""
     aligned = rows.shape[1] % 8 == 0 and weight_EOI.shape[1] % 8 == 0 and weight_EOI.shape[2] % 8 == 0
     return not rows.is_cpu and rows.dtype == torch.bfloat16 and aligned
 

@@ -54,15 +54,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight.mul_(grad).to(grad_hidden.dtype), None, None
 
 
-def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
     """Return the summed loss, a scalar in fp32 (fp64 for fp64 models), over the labels that are not IGNORED.
 
     hidden: (batch, tokens, width), after the final norm; head: (vocabulary, width); labels: (batch, tokens).
+    `count` is the number of labels that count, where the host knows it: a card is never asked.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     trained = labels != IGNORED
-    if 8 * int(trained.sum()) < 7 * len(labels):
+    if count is None:
+        count = int(trained.sum()) if labels.is_cpu else len(labels)
+    if 8 * count < 7 * len(labels):
         # What is not trained is not computed. Where that is little, it is: matmuls of ever other sizes cost more on
         # a CPU, which compiles and keeps each.
-        hidden, labels = hidden[trained], labels[trained]
+        places = torch.nonzero_static(trained, size=count).squeeze(1)
+        hidden, labels = hidden[places], labels[places]
     return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled())

@@ -134,6 +134,7 @@ class ThroughTransformers(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         caches: list[dict[str, Any]] | None = None,
+        trained: int | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss in fp32, a scalar.
 

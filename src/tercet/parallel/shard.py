@@ -43,7 +43,10 @@ class Sharder:
         self.options = {
             "mesh": device_mesh(world, "shard"),
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=precision.compute if precision.has_master else None, reduce_dtype=torch.float32
+                param_dtype=precision.compute if precision.has_master else None,
+                reduce_dtype=torch.float32,
+                # What goes into a block has the type that the block wants: rotary tables may be fp32 on purpose.
+                cast_forward_inputs=False,
             ),
             "reshard_after_forward": strategy.zero == 3,
         }
@@ -93,7 +96,8 @@ class Sharded(Layout):
 
     def finish_gradients(self) -> None:
         for part in self.parts:
-            part.value.grad = self._parameters[part.name].grad.to_local()  # type: ignore[union-attr]
+            grad = self._parameters[part.name].grad
+            part.value.grad = None if grad is None else grad.to_local()  # type: ignore[union-attr]
 
     def end_step(self) -> None:
         """Drop the gradients: between steps only weights and optimizer are held."""

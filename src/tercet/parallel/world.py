@@ -139,6 +139,9 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
                 f"rank {rank} is number {local} on this machine, which has {torch.cuda.device_count()} cards",
                 "Start at most one rank per card: --ranks N.",
             )
+        # Blocks of ever other sizes would leave holes: the allocator grows what it has instead. Read at the first use.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # small agreements go over gloo and never wait for the card

@@ -205,6 +205,11 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} "
             f"tokens{longer}"
         )
+    if strategy.compile and strategy.recompute != "none":
+        why.append(
+            f"strategy.compile: true with recompute {strategy.recompute}: layers that are computed again are not compiled; "
+            "use strategy.recompute=none, or leave strategy.compile out"
+        )
     if model.module != "tercet":
         why += _why_not_through_transformers(strategy)
     return why

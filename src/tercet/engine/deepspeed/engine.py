@@ -162,7 +162,7 @@ class DeepSpeedEngine(EngineBase):
         loss = math.nan
         for n, batch in enumerate(micro_batches):
             seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
-            batch_loss = loss_of(self.engine, batch.to(world.device))
+            batch_loss = loss_of(self.engine, batch, world.device)
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
                 loss = world.sum(loss_sum.cpu(), TOKENS).item() / max(tokens, 1)

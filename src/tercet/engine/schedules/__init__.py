@@ -45,6 +45,9 @@ def schedule_of(strategy: Strategy) -> Schedule:
     return micro_batches_first
 
 
-def loss_of(module: Any, batch: MicroBatch) -> Tensor:
-    """Return the summed loss of a batch that lies on the device."""
-    return module(batch.input_ids, positions=batch.positions, documents=batch.documents, labels=batch.labels)
+def loss_of(module: Any, batch: MicroBatch, device: device) -> Tensor:
+    """Return the summed loss of a batch on the host. What must be counted is counted there: a card is not waited for."""
+    trained, here = batch.trained_tokens, batch.to(device)
+    return module(
+        here.input_ids, positions=here.positions, documents=here.documents, labels=here.labels, trained=trained
+    )

@@ -20,8 +20,8 @@ def blocks_first(work: StepWork) -> Tensor:
     firsts, carried = [], []
     for n, batch in enumerate(work.micro_batches):
         work.seed(n)
-        here = batch.to(work.device)
-        x, more = module.begin(here.input_ids, here.positions, here.documents, here.labels)
+        trained, here = batch.trained_tokens, batch.to(work.device)
+        x, more = module.begin(here.input_ids, here.positions, here.documents, here.labels, trained=trained)
         firsts.append(x)
         carried.append(more)
     inputs = [[x.detach() for x in firsts]]  # of every block, and at last of the end; one per micro-batch
