@@ -81,3 +81,18 @@ def test_stop_ends_all_ranks_with_one_message(pools):
         assert "step 5" in message
         assert "rank 2, rows 2, 5" in message
         assert "rank 0" not in message
+
+
+def test_a_run_whose_every_step_was_skipped_ends_with_words(cli):
+    cli.inject("""
+        import torch
+        import tercet.engine.native as m
+        m.square_sum = lambda parts: torch.tensor(float('nan'), dtype=torch.float64)
+    """)
+    done = cli.run(
+        *("train", "small.yaml", "--ranks", "1", "--output", "run", "train.steps=2", "train.nonfinite=skip"),
+        *("train.evaluate_every=0", "train.sample_every=0", "data.validation=none"),
+    )
+    assert "no train loss: every step was skipped" in done.stdout
+    assert [e["step"] for e in cli.events("run", "skip")] == [1, 2]
+    assert cli.events("run", "step") == []

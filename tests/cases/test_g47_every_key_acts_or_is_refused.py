@@ -68,6 +68,7 @@ IDLE = {
     "train.evaluate_every": ["train.evaluate_every=3"],
     "train.sample_every": ["train.sample_every=3"],
     "train.sample_tokens": ["train.sample_tokens=3"],
+    "train.sample_temperature": ["train.sample_temperature=0.5"],
     "train.nonfinite_limit": ["train.nonfinite_limit=3"],
     "train.balance.bias_speed": ["train.balance.bias_speed=0.1"],
     "train.balance.bias_until": ["train.balance.bias_until=0.5"],
@@ -184,7 +185,7 @@ def test_the_same_keys_are_accepted_where_they_act(tree):
         "train.balance.sequence_loss=0.01", "train.mtp.weight=0.2", "train.mtp.late_weight=0.05",
         "train.mtp.late_after=0.5", "optim.schedule=wsd", "optim.decay_steps=3", "optim.min_lr_ratio=0.1",
         "data.validation=0.2", "train.evaluate_every=3", "train.sample_prompts=[A text]", "train.sample_every=3",
-        "train.sample_tokens=3", "train.nonfinite=skip", "train.nonfinite_limit=3", "strategy=deepspeed-zero3",
+        "train.sample_tokens=3", "train.sample_temperature=0.5", "train.nonfinite=skip", "train.nonfinite_limit=3", "strategy=deepspeed-zero3",
         "strategy.offload.optimizer=nvme", "strategy.offload.nvme_path=swap",
         "data.train=[{path: notes.txt, weight: 2}, {path: notes.txt, weight: 1}]",
     ]  # fmt: skip

@@ -43,7 +43,7 @@ def test_training_samples_and_generate_agree(tmp_path, bos):
     given = []
 
     class Engine:
-        def generate(self, prompts, count):
+        def generate(self, prompts, count, temperature=0.0, seed=0):
             given.extend(prompts)
             return [[] for _ in prompts]
 

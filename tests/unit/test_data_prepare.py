@@ -115,7 +115,7 @@ def test_long_rows(tmp_path, rule):
     assert seen == ({} if rule == "drop" else {f"long rows {rule}": 1})
 
 
-@pytest.mark.parametrize("rule", ["drop", "cut", "split"])
+@pytest.mark.parametrize("rule", ["drop", "split"])
 def test_plain_text_is_one_stream_and_always_split(tmp_path, rule):
     path = tmp_path / "book.txt"
     text = "\n\n".join(sentence(n, 30) for n in range(40))

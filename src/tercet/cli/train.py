@@ -124,10 +124,10 @@ def _print_end(folder: str, as_json: bool) -> None:
 
         typer.echo(orjson.dumps({"run": folder, **summary, "compared": compared}, option=orjson.OPT_INDENT_2).decode())
         return
-    loss = summary.get("validation_loss")
+    trained, loss = summary["train_loss"], summary.get("validation_loss")
     typer.echo(
         f"{summary['steps']} steps, {show_count(summary['tokens'])} tokens in {show_seconds(summary['seconds'])}; "
-        f"train loss {summary['train_loss']:.4f}"
+        + (f"train loss {trained:.4f}" if trained is not None else "no train loss: every step was skipped")
         + (f", validation loss {loss:.4f}" if loss is not None else "")
         + f"; {show_count(summary['tokens_per_second'] or 0)} tokens/s; "
         f"peak {show_bytes(max(summary['peak_bytes_per_rank']))} on a rank"

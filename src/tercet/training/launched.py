@@ -71,7 +71,7 @@ def run_launched(asked: Asked) -> Ended:
                     session, told = _open_session(asked, world, held)
             except TercetError as found:
                 told, error = _Told(exit_code=found.exit_code), found
-        told = world.gather(told)[0]
+        told = world.meet(told)[0]  # rank 0 may have downloaded, planned and tested the cards
         if error is not None:
             raise error
         if told.exit_code or told.finished:
@@ -156,7 +156,7 @@ def _prepare_swap(swap: Swap | None, world: World) -> None:
             swap.prepare(_say)
     except TercetError as found:
         error = found
-    for found in world.gather(error):
+    for found in world.meet(error):
         if found is not None:
             raise found
 

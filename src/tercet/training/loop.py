@@ -51,7 +51,7 @@ class Loop:
         engine: Engine,
         batches: Batches,
         world: World,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints | None,
         record: Recorder | None,
         train: TrainSection,
         optim: OptimSection,
@@ -68,7 +68,7 @@ class Loop:
         terms: Callable[[int], Terms | None] = lambda update: None,
     ):
         """`state` is added to every checkpoint's state.json; `at(step, rows)` notes where this rank is, for errors;
-        `terms(update)` says what an update learns besides the main loss."""
+        `terms(update)` says what an update learns besides the main loss. Without `checkpoints` nothing is saved."""
         self.engine, self.batches, self.world = engine, batches, world
         self.checkpoints, self.record, self.train, self.optim = checkpoints, record, train, optim
         self.total_steps, self.micro_batch, self.checkpoint_every = total_steps, micro_batch, checkpoint_every
@@ -89,17 +89,19 @@ class Loop:
             if p.step == self.total_steps or self._due(self.checkpoint_every):
                 self._save()
             if p.step == self.total_steps:
-                self.checkpoints.finish()
+                self._finish_save()
             self._after_save()
         self._agree()
         return p
 
     def _agree(self) -> None:
         """The one point per step where ranks compare what each knows by its own clock: stop? is the save written?"""
-        flags = torch.tensor([int(self.stop_requested()), int(self.checkpoints.writing())])
+        flags = torch.tensor(
+            [int(self.stop_requested()), int(self.checkpoints is not None and self.checkpoints.writing())]
+        )
         stop, writing = self.world.sum(flags).tolist()
         if not writing:
-            self.checkpoints.finish()
+            self._finish_save()
         if stop:
             self._save_and_stop()
 
@@ -236,16 +238,26 @@ class Loop:
         p.validation_loss, p.validated_step = (sums[0] / sums[1]).item(), p.step
         if self.record is not None:
             self.record.validation(p.step, p.validation_loss, int(sums[1]))
-        self.checkpoints.amend(p.step, validation_loss=p.validation_loss, validated_step=p.step)
+        self._amend(validation_loss=p.validation_loss, validated_step=p.step)
 
     def _sample(self) -> None:
         p = self.progress
         assert self.sample is not None
         p.sampled_step = p.step  # once, even when it fails
         self.sample(p.step)
-        self.checkpoints.amend(p.step, sampled_step=p.step)
+        self._amend(sampled_step=p.step)
+
+    def _amend(self, **known: Any) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.amend(self.progress.step, **known)
+
+    def _finish_save(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
 
     def _save(self) -> None:
+        if self.checkpoints is None:
+            return
         p = self.progress
         state = {**self.state, **vars(p)}
         if p.validated_step != p.step:
@@ -256,6 +268,8 @@ class Loop:
         p = self.progress
         if p.step == 0:
             raise InterruptedRun("stopped before the first step; there was nothing to save")
+        if self.checkpoints is None:
+            raise InterruptedRun(f"stopped on request after step {p.step}; this run saves nothing")
         self.checkpoints.finish()
         if self.checkpoints.last_step != p.step:  # one has just been completed: no second one
             self._save()

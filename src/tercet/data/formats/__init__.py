@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tercet.data.compressed import COMPRESSED, UNREADABLE, open_bytes
-from tercet.errors import InputError
+from tercet.errors import InputError, file_error
 
 HEAD_BYTES = 1 << 16
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -69,7 +69,8 @@ def head_of(path: Path) -> bytes:
         with open_bytes(path) as file:
             head = file.read(HEAD_BYTES)
     except UNREADABLE as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        told = file_error(error) if isinstance(error, OSError) else None
+        raise told or InputError(f"{path} cannot be read: {error}") from None
     if head.startswith(_POINTER):
         raise InputError(
             f"{path} is a Git LFS pointer; the file itself was not downloaded",

@@ -98,7 +98,7 @@ RULES = (
         ("data.validation",),
     ),
     Rule(
-        ("train.sample_every", "train.sample_tokens"),
+        ("train.sample_every", "train.sample_tokens", "train.sample_temperature"),
         "train.sample_prompts",
         lambda r: bool(r.train.sample_prompts),
         ("train.sample_prompts",),
