@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tercet.engine import EngineSetup
+from tercet.engine.native import NativeEngine
 from tercet.errors import NotLegalError
 from tercet.parallel.world import World
+from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Work, why_not
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
 
@@ -55,6 +61,36 @@ def test_resume_is_bit_for_bit(pools, tmp_path, word, size, keys):
     assert losses == [loss for loss, _ in expected[2:]]
     for name, tensor in weights.items():
         assert torch.equal(got[name], tensor), name
+
+
+class Moves(TorchDispatchMode):
+    """Notes the formats of all that is brought to a device which stands for the card."""
+
+    def __init__(self, card: torch.device):
+        super().__init__()
+        self.card, self.seen = card, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        moved = function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if moved and isinstance(out, torch.Tensor) and out.device.type == self.card.type:
+            self.seen.add(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_card_never_holds_the_fp32_model(given):
+    """Not even while it is built: tensor by tensor, fp32 stays on the host and a bf16 copy goes to the card."""
+    card, model = torch.device("meta"), tiny_model()
+    files = SimpleNamespace(tensor=lambda name: torch.ones({t.name: t.shape for t in model.tensors()}[name]))
+    section, strategy = OptimSection(), tiny_strategy("single", 1, ROWS, **OPTIMIZER)
+    with Moves(card) as moved:
+        world = World(0, 1, 0, card)
+        weights = files if given else None
+        engine = NativeEngine(EngineSetup(model, strategy, section, "bf16", world, seed=7, weights=weights))
+    assert moved.seen == {torch.bfloat16}
+    assert {(p.device.type, p.dtype) for p in engine.module.parameters()} == {("meta", torch.bfloat16)}
+    assert {part.value.device.type for part in engine.layout.parts} == {"cpu"}
 
 
 def test_weights_on_the_host_need_shards():

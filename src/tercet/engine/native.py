@@ -20,13 +20,14 @@ from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Save, on_cards, restored
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
-from tercet.parallel.data import Replicated
+from tercet.parallel.data import Replicated, pinned
 from tercet.parallel.layout import Layout
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.mesh import SAME_TOKENS
+from tercet.spec.model import Tensor as Description
 from tercet.spec.optimizers.adamw import MOMENTS
 from tercet.spec.strategy import Strategy
 
@@ -63,13 +64,17 @@ class NativeEngine(EngineBase):
 
         mesh = self.world.mesh
         sharded = mesh.shard > 1
+        masters: dict[str, Tensor] | None = {} if strategy.offload_optimizer != "none" and not sharded else None
 
         def value_of(name: str) -> Tensor:
             t = kinds[name]
-            if weights is None:
-                return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed).to(self.world.device)
-            if not sharded:
-                return weights.tensor(name).to(self.world.device, torch.float32)
+            if weights is None or not sharded:
+                start = self._start(t, weights)
+                if masters is None:
+                    return start.to(self.world.device, torch.float32)
+                # The card never holds the fp32 model, not even now: it gets what computes, tensor by tensor.
+                masters[name] = pinned(start, self.world)
+                return masters[name].to(self.world.device, self._precision.compute, copy=True)
             # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
             # touched, and memory of the host that was never touched is not there.
             begin, end = chunk_rows(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
@@ -97,7 +102,13 @@ class NativeEngine(EngineBase):
         if sharder is not None:
             sharder.shard(module)
             return Sharded(module, self.spec, self.world, self._precision, strategy)
-        return Replicated(module, self.spec, self.world, self._precision, strategy.offload_optimizer != "none")
+        return Replicated(module, self.spec, self.world, self._precision, masters)
+
+    def _start(self, t: Description, weights: Provider | None) -> Tensor:
+        """Return a whole tensor's start on the CPU: what the files say, or random."""
+        if weights is not None:
+            return weights.tensor(t.name)
+        return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
 
     def _empty_module(self) -> torch.nn.Module:
         if isinstance(self.spec, TransformersModel):

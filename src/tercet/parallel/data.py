@@ -25,29 +25,35 @@ from tercet.spec.model import Model
 class Replicated(Layout):
     """Layout of zero 0. Build on a module that holds fp32 values on the device.
 
-    With `on_host` the masters, their moments and a copy of the gradients live in host memory: after the last
-    micro-batch the summed gradients go there, the optimizer works there, and the new weights come back.
+    With `masters`, fp32 values in host memory by name, the module holds what computes alone. Masters, their moments
+    and a copy of the gradients then stay on the host: after the last micro-batch the summed gradients go there, the
+    optimizer works there, and the new weights come back.
     """
 
     copied_along = AXES  # ranks that differ along these axes hold the same parts
 
-    def __init__(self, module: nn.Module, spec: Model, world: World, precision: Precision, on_host: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: Model,
+        world: World,
+        precision: Precision,
+        masters: dict[str, Tensor] | None = None,
+    ):
         self.module, self.world = module, world
         self._sums = world.mesh.size(TOKENS) > 1
         self._parameters = dict(module.named_parameters())
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
         for name, parameter in self._parameters.items():
-            value = parameter.detach()
-            if on_host:
-                value = _pinned(value, world)
-            if precision.has_master:
+            value = parameter.detach() if masters is None else masters[name]
+            if masters is None and precision.has_master:
                 parameter.data = parameter.detach().to(precision.compute)
             self.parts.append(Part(descriptions[name], 0, value.shape[0], value))
-        self._has_master = precision.has_master or on_host
-        self.on_host = on_host
+        self.on_host = masters is not None
+        self._has_master = precision.has_master or self.on_host
         self._attach_gradients()
-        self._host_gradients = _pinned(self._flat, world) if on_host else self._flat
+        self._host_gradients = _host_memory(self._flat.shape, world).zero_() if self.on_host else self._flat
 
     def _attach_gradients(self) -> None:
         # Backward fills the head first and the embedding last: the buffer follows, so buckets fill in order.
@@ -130,10 +136,13 @@ class Replicated(Layout):
         return {"weights": weights, "master": master, "gradients": [self._flat]}
 
 
-def _pinned(tensor: Tensor, world: World) -> Tensor:
-    """Return a copy in host memory, pinned when there is a card: copies then run at the link's full speed."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=world.device.type == "cuda")
-    return copy.copy_(tensor)
+def pinned(tensor: Tensor, world: World) -> Tensor:
+    """Return an fp32 copy in host memory, pinned when there is a card: copies then run at the link's full speed."""
+    return _host_memory(tensor.shape, world).copy_(tensor)
+
+
+def _host_memory(shape: torch.Size, world: World) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, pin_memory=world.device.type == "cuda")
 
 
 def _accumulate_in(parameter: Tensor, buffer: Tensor) -> None:
