@@ -10,6 +10,7 @@ import urllib.request
 
 import openai
 import pytest
+import torch
 import uvicorn
 
 from tercet.inference.engine import Engine
@@ -208,3 +209,21 @@ def test_a_key(folder):
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.client.models.list()
         assert len(list(server.client.with_options(api_key="secret").models.list())) == 1
+
+
+def test_a_text_that_cannot_be_taken_in_fails_alone(folder, monkeypatch):
+    with Running(folder) as server:
+        plain, seen = server.engine._batch.add, []
+
+        def add(*args, **kwargs):
+            seen.append(1)
+            if len(seen) == 1:
+                raise torch.OutOfMemoryError("no room for its rows")
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(server.engine._batch, "add", add)
+        with pytest.raises(openai.InternalServerError):
+            server.client.chat.completions.create(model="tiny", messages=TALK, max_tokens=3)
+        answer = server.client.chat.completions.create(model="tiny", messages=TALK, max_tokens=3)
+        assert answer.choices[0].finish_reason
+        assert get(f"{server.url}/health")[0] == 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.served_tiny import CHATML, save_served
@@ -131,3 +133,22 @@ def test_a_model_without_a_template_continues(tmp_path):
     folder = save_served(tmp_path, template=None)
     done = run("chat", folder, "--tokens", 4, input="the for\n")
     assert "no chat template" in done.output and done.exit_code == 0
+
+
+def test_chats_and_prompts_at_once_do_not_change_each_others_ids(served):
+    """Control tokens are control tokens in a template and text in a prompt, whatever other threads do meanwhile."""
+    text = "<|im_start|>user and <|im_end|> " * 50
+    chat, prompt = served.chat_ids(TALK), served.prompt_ids(text)
+    control = served.tokenizer.backend.token_to_id("<|im_start|>")
+    assert control in chat and control not in prompt
+
+    def ask(number: int) -> bool:
+        return served.chat_ids(TALK) == chat if number % 2 else served.prompt_ids(text) == prompt
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(ask, range(400)))
+    finally:
+        sys.setswitchinterval(interval)

@@ -53,3 +53,9 @@ def test_zero_temperature_takes_the_best_and_the_penalty_acts_there_too():
     assert choose(LOGITS, [], Sampling(), Sampling().generator())[0] == best
     penalised = Sampling(repetition_penalty=100.0)
     assert choose(LOGITS, [best], penalised, penalised.generator())[0] != best
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-9, 1e-4])
+def test_the_coldest_temperatures_take_the_most_probable(temperature):
+    logits = torch.tensor([1.0, 30.0, -80.0, 29.9])
+    assert choose(logits, [], Sampling(temperature=temperature), torch.Generator())[0] == 1

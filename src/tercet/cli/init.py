@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +70,8 @@ def run(texts: list[str], model: str | None, output: str, as_json: bool) -> None
         return
     typer.echo(f"written: {target} ({found['files']} files, {found['bytes']:,} bytes of text; model {chosen})")
     typer.echo("on this machine: " + (f"fits, {fits[0]}" if fits else "does not fit; tercet plan says what would"))
-    typer.echo(f"next: tercet prepare {target} --show 2\n      tercet plan {target}\n      tercet train {target}")
+    name = shlex.quote(str(target))
+    typer.echo(f"next: tercet prepare {name} --show 2\n      tercet plan {name}\n      tercet train {name}")
 
 
 def _shape(model: str, card: bool) -> dict[str, int]:

@@ -120,7 +120,7 @@ def check(
     hashes: list[array[int]] = []
     faults: list[str] = []
     files = [f for s in [*train, *held] for f in s.files]
-    small = sum(f.bytes for f in files) <= KEPT_BYTES and all(f.format != "parquet" for f in files)
+    small = sum(f.bytes for f in files) <= KEPT_BYTES and not any(map(_packed, files))
     kept: dict[int, list[Row | Fault]] | None = {} if small else None
     for index, source in enumerate([*train, *held]):
         own = findings["train" if index < len(train) else "validation"]
@@ -147,6 +147,11 @@ def check(
     overlap = sum(int(np.isin(k, different).sum()) for k in kinds[len(train) :])
     duplicates = int(own_hashes.size - different.size)
     return Corpus(train, held, fraction, part, marks, findings, duplicates, overlap, kept=kept)
+
+
+def _packed(file: File) -> bool:
+    """Return whether a file's size says nothing of how much text is in it."""
+    return file.format in ("parquet", "arrow") or file.path.suffix in (".gz", ".zst")
 
 
 def _part_characters(train: Sequence[Source], fraction: float | None) -> int:

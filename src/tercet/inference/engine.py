@@ -76,6 +76,10 @@ class Engine:
     def state(self) -> dict[str, int]:
         return {"running": len(self._going), "waiting": len(self._waiting), "rows": self._batch.rows}
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def __enter__(self) -> Engine:
         self._thread.start()
         return self
@@ -92,7 +96,7 @@ class Engine:
         """Yield an answer's pieces; the last one has `finish`. Leaving early frees its row. Raises QueueFull."""
         asked = Asked(tuple(ids), limit, sampling, tuple(stops), best, asyncio.get_running_loop())
         with self._change:
-            if len(self._waiting) >= self.most_waiting:
+            if sum(not other.left for other in self._waiting) >= self.most_waiting:
                 self.counts["refused"] += 1
                 raise QueueFull
             self.counts["requests"] += 1
@@ -125,7 +129,10 @@ class Engine:
                 continue
             self.counts["seconds"] += time.monotonic() - begin
             for asked in list(self._going):
-                self._after(asked, asked.running in got)
+                try:
+                    self._after(asked, asked.running in got)
+                except Exception as error:
+                    self._drop(asked, error)
 
     def _admit(self) -> None:
         while self._waiting and self._batch.has_room:
@@ -133,7 +140,11 @@ class Engine:
             if asked.left:
                 self.counts["cancelled"] += 1
                 continue
-            asked.running = self._batch.add(asked.ids, asked.limit, asked.sampling, self.served.stop)
+            try:
+                asked.running = self._batch.add(asked.ids, asked.limit, asked.sampling, self.served.stop)
+            except Exception as error:  # this one alone; the engine goes on
+                asked.send(error)
+                continue
             asked.shown = TextStream(self.served.decode, asked.ids, asked.stops)
             self.counts["prompt_tokens"] += len(asked.ids)
             self.counts["reused_tokens"] += asked.running.reused
@@ -151,6 +162,14 @@ class Engine:
         if asked.left or text.done or shown.stopped:
             asked.send(Piece(shown.finish(), finish="stop" if text.ended or shown.stopped else "length"))
             self._batch.remove(text)
+            self._going.remove(asked)
+
+    def _drop(self, asked: Asked, error: Exception) -> None:
+        """End one text by an error; the others go on."""
+        asked.send(error)
+        if asked.running in self._batch.texts:
+            self._batch.remove(asked.running)
+        if asked in self._going:
             self._going.remove(asked)
 
     def _piece(self, asked: Asked, text: Running, shown: str) -> Piece:

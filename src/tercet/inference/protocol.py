@@ -38,7 +38,7 @@ class Request(BaseModel):
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None

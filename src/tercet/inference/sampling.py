@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COLDEST = 1e-5  # below it the most probable token is all there is, and fp32 has no room for the quotient
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,9 +44,9 @@ def choose(logits: Tensor, text: Sequence[int], how: Sampling, generator: torch.
         logits = logits.clone()
         logits[seen] = torch.where(values > 0, values / how.repetition_penalty, values * how.repetition_penalty)
     logprobs = logits.log_softmax(-1)
-    if how.temperature == 0.0:
+    if how.temperature < COLDEST:
         return int(logits.argmax()), logprobs
-    logits = logits / how.temperature
+    logits = (logits - logits.max()) / how.temperature
     if 0 < how.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(how.top_k).values[-1], -torch.inf)
     probabilities = logits.softmax(-1)

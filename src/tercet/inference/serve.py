@@ -77,7 +77,9 @@ class Server:
         return HTMLResponse((resources.files("tercet") / "inference" / "chat.html").read_text(encoding="utf-8"))
 
     async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok", **self.engine.state})
+        alive = self.engine.alive
+        status = "ok" if alive else "the engine has ended"
+        return JSONResponse({"status": status, **self.engine.state}, status_code=200 if alive else 503)
 
     async def _metrics(self, request: HttpRequest) -> Response:
         lines = [f"tercet_{name} {value}" for name, value in self.engine.metrics().items()]

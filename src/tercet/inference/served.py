@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from torch import nn
 
 from tercet.data.tokenizer import Tokenizer, load
@@ -58,13 +60,16 @@ class Served:
         }
         special = {name: backend.id_to_token(i) for name, i in named.items() if i is not None}
         text = render(self.template, messages, special, tools)
-        backend.encode_special_tokens = False
-        try:
-            ids = backend.encode(text, add_special_tokens=False).ids
-        finally:
-            backend.encode_special_tokens = True
+        ids = self._chat_backend.encode(text, add_special_tokens=False).ids
         before = self.tokenizer.before.tolist()
         return ids if ids[: len(before)] == before else [*before, *ids]
+
+    @cached_property
+    def _chat_backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer with control tokens read as such: its own, for the server's threads share the other one."""
+        made = tokenizers.Tokenizer.from_str(self.tokenizer.backend.to_str())
+        made.encode_special_tokens = False
+        return made
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without control tokens."""

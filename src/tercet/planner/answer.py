@@ -16,6 +16,7 @@ from tercet.planner.constants import about, load_for
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Search, moments_of
+from tercet.spec.axes.split import either
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
@@ -366,7 +367,7 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
             below, above = nearest_batches(fits[0].strategy, work.batch_sequences)
             found.append(
                 f"train.batch_sequences {work.batch_sequences} leaves {idle} places of the last micro-batches empty "
-                f"(computed, weighing nothing); {below} or {above} leave none"
+                f"(computed, weighing nothing); {either(sorted({below, above}))} would leave none"
             )
     if any(c.strategy.engine == "deepspeed" for c in fits[:SHOWN]) and find_spec("deepspeed") is None:
         found.append("engine deepspeed needs an install that is not here: pip install 'tercet[deepspeed]'")

@@ -39,6 +39,9 @@ USABLE_SHARE = 0.980
 LANE_BYTES_PER_S = {3: 0.75e9, 4: 1.5e9, 5: 3.0e9}
 
 
+FEWEST_HOST_BYTES = 2**28  # less is a slip: a number without its unit, or a negative one
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One card. `flops` holds dense FLOP/s by number format; a format the card lacks is absent."""
@@ -294,6 +297,8 @@ def machine_of(
     """
     try:
         host = parse_bytes(host_ram) if isinstance(host_ram, str) else host_ram
+        if host is not None and host < FEWEST_HOST_BYTES:
+            raise ValueError(f"{host_ram!r} is {host} bytes, less than any machine has; a unit may be missing")
     except ValueError as error:
         raise InputError(f"--host-ram: {error}", "For example: --host-ram 128GB") from None
     if gpus is None:

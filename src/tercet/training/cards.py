@@ -32,6 +32,7 @@ class CardWatch:
         self._run, self._ranks, self._say, self._interval = run, ranks, say, interval
         self._said: set[str] = set()
         self._missing: dict[str, int] = {}
+        self._silent = False  # nvidia-smi has stopped answering, and that was said
         self._known: dict[str, dict[str, str]] = {}
         self._over = threading.Event()
 
@@ -67,9 +68,17 @@ class CardWatch:
     def _find_missing(self, rows: list[dict[str, str]], complaint: str) -> None:
         here = {row["index"] for row in rows}
         named = {index for index, row in self._known.items() if row.get("pci.bus_id", "?") in complaint}
+        if not rows and not named:
+            # The tool does not answer (a driver replaced under a running job, a time-out): that says nothing of the cards.
+            if not self._silent:
+                self._silent = True
+                self._say(
+                    f"nvidia-smi no longer answers ({complaint or 'it lists no card'}); training goes on unwatched"
+                )
+            return
         for index in self._known:
-            # With no answer at all, a card that the complaint names is the one that is gone.
-            gone = index not in here and (bool(rows) or not named or index in named)
+            # With no row at all, a card that the complaint names is the one that is gone.
+            gone = index not in here and (bool(rows) or index in named)
             self._missing[index] = self._missing.get(index, 0) + 1 if gone else 0
         lost = [index for index, looks in self._missing.items() if looks == LOOKS_UNTIL_LOST]
         if not lost:

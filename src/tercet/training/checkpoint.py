@@ -36,6 +36,7 @@ class Found:
     folder: Path
     state: dict[str, Any]
     skipped: list[str]  # newer ones that were not complete, each with the reason
+    damaged: list[Path]  # the same ones' folders
 
 
 def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -85,12 +86,14 @@ def find_checkpoint(checkpoints: Path, world: World = ALONE) -> Found | None:
 
     Raises InputError, on all ranks, naming the files when there are some but every one is damaged.
     """
-    skipped = []
+    skipped: list[str] = []
+    damaged: list[Path] = []
     for _, folder in world.meet(steps_in(checkpoints))[0]:
         faults = [fault for fault in world.meet(fault_of(folder, world.rank, world.size)) if fault is not None]
         if not faults:
-            return Found(folder, world.meet(read_state(folder))[0], skipped)
+            return Found(folder, world.meet(read_state(folder))[0], skipped, damaged)
         skipped.append(faults[0])
+        damaged.append(folder)
     if skipped:
         raise InputError(
             "no checkpoint is complete: " + "; ".join(skipped),
@@ -252,7 +255,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove what is neither among the last k nor the best; only after the new one stands."""
-        steps = steps_in(self._run.checkpoints)
+        steps = [(step, folder) for step, folder in steps_in(self._run.checkpoints) if step <= self.last_step]
         kept = {folder for _, folder in steps[: self._keep]} | {best_checkpoint(self._run.checkpoints)}
         for _, folder in steps:
             if folder not in kept:

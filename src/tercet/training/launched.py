@@ -108,7 +108,7 @@ def _run(
 ) -> Ended:
     swap = Swap(run) if world.local_rank == 0 else None  # every machine has its own files
     try:
-        pids = world.gather(os.getpid())
+        pids = [pid if host == hosts[0] else None for pid, host in zip(world.gather(os.getpid()), hosts, strict=True)]
         if session is not None:
             session.hold(pids)
         _prepare_swap(swap, world)

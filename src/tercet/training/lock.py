@@ -63,9 +63,12 @@ class RunLock:
             f"Wait for it to end. If that machine is no longer running it, delete {self._path}.",
         )
 
-    def ranks(self, pids: list[int]) -> None:
+    def ranks(self, pids: list[int | None]) -> None:
+        """Note the ranks' processes in rank order; None for one on another machine, whose number means nothing here."""
         self._content["ranks"] = []
         for rank, pid in enumerate(pids):
+            if pid is None:
+                continue
             try:
                 self._content["ranks"].append({"rank": rank, **process_record(pid)})
             except psutil.Error:

@@ -113,11 +113,14 @@ class Loop:
         if self.sample is not None and p.sampled_step != p.step and (last or self._due(self.train.sample_every)):
             self._without_harm("samples", self._sample)
 
-    def _without_harm(self, what: str, work: Callable[[], None]) -> None:
-        """Do what training does not need; when it fails on any rank, say so, remember it in `failed` and go on."""
-        problem = None
+    def _without_harm(self, what: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Do what training does not need; when it fails on any rank, say so, remember it in `failed` and go on.
+
+        What it learned is added to the checkpoint only when all ranks have come through: their meetings stay in step.
+        """
+        problem, learned = None, {}
         try:
-            work()
+            learned = work()
         except Exception as error:
             if is_collective_failure(error):
                 raise
@@ -129,6 +132,8 @@ class Loop:
             self.failed.append((self.progress.step, what))
             if self.record is not None:
                 self.record.warn(f"step {self.progress.step}: {what} failed, training goes on: {problems[0]}")
+        elif learned and self.checkpoints is not None:
+            self.checkpoints.amend(self.progress.step, **learned)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -210,46 +215,49 @@ class Loop:
                 found += [row for row in batch.rows if row >= 0]
         return found
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, Any]:
         """Mean loss over all validation tokens, each row once: sums, so no batch size or rank count shows."""
         p = self.progress
         sums = torch.zeros(2, dtype=torch.float64)
         rank, ranks = self.world.data_rank, self.world.mesh.data_ranks
-        rows = self.batches.evaluation(rank=rank, ranks=ranks, micro_batch=self.micro_batch)
-        more, error = True, None
-        while more:  # equally often on every rank, and all learn at once that one has failed
+        rows: Iterator[MicroBatch] | None = None
+        batch, error = None, None
+        while True:  # equally often on every rank; all learn that one has failed before any computes with the others
             try:
+                if rows is None:
+                    rows = self.batches.evaluation(rank=rank, ranks=ranks, micro_batch=self.micro_batch)
                 batch = next(rows, None)
-                more = batch is not None
+            except Exception as found:
+                error = error or found
+            flags = [self.stop_requested(), error is not None, batch is not None]
+            stop, failed, more = self.world.sum(torch.tensor([int(flag) for flag in flags])).tolist()
+            if error is not None:
+                raise error
+            if stop or failed:
+                return {}  # the loop's next look saves and ends; this evaluation is not counted
+            if not more:
+                break
+            try:
                 if batch is not None:
                     sums += torch.tensor(self.engine.evaluate(batch), dtype=torch.float64)
             except Exception as found:
                 if is_collective_failure(found):
                     raise
                 error = found
-            stop, failed = self.world.sum(torch.tensor([int(self.stop_requested()), int(error is not None)])).tolist()
-            if error is not None:
-                raise error
-            if stop or failed:
-                return  # the loop's next look saves and ends; this evaluation is not counted
         self.world.sum(sums, TOKENS)
         if sums[1] == 0:
-            return
+            return {}
         p.validation_loss, p.validated_step = (sums[0] / sums[1]).item(), p.step
         if self.record is not None:
             self.record.validation(p.step, p.validation_loss, int(sums[1]))
-        self._amend(validation_loss=p.validation_loss, validated_step=p.step)
+        return {"validation_loss": p.validation_loss, "validated_step": p.step}
 
-    def _sample(self) -> None:
+    def _sample(self) -> dict[str, Any]:
         p = self.progress
         assert self.sample is not None
         p.sampled_step = p.step  # once, even when it fails
         self.sample(p.step)
-        self._amend(sampled_step=p.step)
-
-    def _amend(self, **known: Any) -> None:
-        if self.checkpoints is not None:
-            self.checkpoints.amend(self.progress.step, **known)
+        return {"sampled_step": p.step}
 
     def _finish_save(self) -> None:
         if self.checkpoints is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError, NotLegalError, who_may
+from tercet.spec.axes.split import either
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
@@ -131,5 +132,5 @@ def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
         below, above = nearest_batches(strategy, work.batch_sequences)
         say(
             f"{idle} of {idle + work.batch_sequences} places in each step hold no sequence (the loss is weighted "
-            f"exactly); train.batch_sequences {below} or {above} would leave none empty"
+            f"exactly); train.batch_sequences {either(sorted({below, above}))} would leave none empty"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -41,6 +42,21 @@ def _duplicate(descriptor: int) -> int:
         return os.open(os.devnull, os.O_WRONLY)
 
 
+class _Log(io.FileIO):
+    """A rank's log lies on the disk that may be full: what cannot be written is lost, and no print ends the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+
+
 def error_file(run: RunFolder, rank: int) -> Path:
     return run.logs / f"error-rank-{rank}.json"
 
@@ -60,8 +76,7 @@ class Rank:
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         os.close(log)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout, sys.stderr = _log_stream(1), _log_stream(2)
         self.console = ConsoleFile(self._kept[1], encoding, sys.stderr)
         faulthandler.enable(sys.stderr)
         faulthandler.register(STACK_SIGNAL, sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,13 +224,17 @@ def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], N
     """Restore the newest complete checkpoint, all of it or nothing; step 0 when none was ever published."""
     found = find_checkpoint(run.checkpoints, world)
     if found is None:
-        if run.events.exists():
+        if any(event["event"] in ("start", "step") for event in run.read_events()):
             say("no checkpoint had been published yet: begins again at step 1")
         return Progress()
     for reason in found.skipped:
         say(f"passed over a checkpoint that is not complete: {reason}")
     restored = engine.load(found.folder)
     world.meet()  # ranks read different files
+    if world.rank == 0:
+        for folder in found.damaged:  # aside: there it neither counts among the kept ones nor is it read again
+            with suppress(OSError):
+                folder.rename(folder.with_name(f"damaged-{folder.name}"))
     saved = found.state
     before = saved.get("ranks")
     others = "" if before == world.size else f" (saved on {before} ranks, now {world.size})"

@@ -54,6 +54,8 @@ class Session:
         refuse_options(asked, launcher, world)
         self._say, self._early, self._made = say, [], False
         self._asked, self.changes = asked, {}
+        self._before: dict[Path, bytes] = {}  # of a run that goes on: files as they were
+        self._begun_before = 0
         self.finished = False
         self._run: RunFolder | None = None
         self._lock: RunLock | None = None
@@ -128,11 +130,14 @@ class Session:
         shutil.rmtree(run.logs / WARNED, ignore_errors=True)
         for key, (old, new) in self.changes.items():
             self.say(f"changed: {key}: {old} -> {new}")
+        if has_trained(run):
+            self._before = {path: path.read_bytes() for path in (run.recipe, run.plan, run.summary) if path.exists()}
+            self._begun_before = begun(run)
         write_run(run, self.recipe, self.plan)
         run.summary.unlink(missing_ok=True)
         self.say(f"run folder: {run.path}")
 
-    def hold(self, pids: Sequence[int]) -> None:
+    def hold(self, pids: Sequence[int | None]) -> None:
         """Write the ranks' processes into the lock."""
         assert self._lock is not None
         self._lock.ranks(list(pids))
@@ -142,6 +147,9 @@ class Session:
 
     def _end(self, error: BaseException | None) -> None:
         run = self.run
+        if error is not None and self._before and begun(run) == self._begun_before:
+            for path, content in self._before.items():  # refused before a step: the run stays what it was
+                path.write_bytes(content)
         never_began = isinstance(error, InputError | NotLegalError | InterruptedRun) and not has_trained(run)
         if self._made and never_began:
             # Nothing to look at and nothing to resume: a leftover would only get in the way of the next start.
@@ -156,6 +164,11 @@ class Session:
 
 def resume_command(run: RunFolder) -> str:
     return f"Continue with: tercet train --resume {shlex.quote(str(run.path))}"
+
+
+def begun(run: RunFolder) -> int:
+    """Return how often the ranks of this run have come to their first step."""
+    return sum(event["event"] in ("start", "resume") for event in run.read_events())
 
 
 def has_trained(run: RunFolder) -> bool:

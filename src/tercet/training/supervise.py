@@ -114,6 +114,8 @@ class _Ranks:
         """Return when all ranks have ended well. Raises the first real error otherwise; no rank is left."""
         # Not TemporaryDirectory: its finalizer would run in a signal's exception.
         meeting = tempfile.mkdtemp(prefix="tercet-")
+        for old in self._session.run.logs.glob("error-rank-*.json"):  # of an earlier start of this session
+            old.unlink()
         try:
             for rank in range(self._session.ranks):
                 if self._stop.requested:

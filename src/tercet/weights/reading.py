@@ -48,6 +48,8 @@ def model_place(name: str | Path) -> Path:
     """
     path = locate(str(name))
     if path is None:
+        if str(name).startswith("runs/"):  # as tercet train names its folders
+            raise InputError(f"{name} is not a run folder", "Runs that are here: ls runs")
         raise InputError(f"the weights of {name} are not here", f"Get them first: tercet fetch {name}")
     return path / "model" if (path / "recipe.yaml").is_file() and (path / "model").is_dir() else path
 
