@@ -40,9 +40,14 @@ class Stop:
             self._before[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Give the signals back to whom they belonged.
+
+        After a request the process is on its way out: what would only kill it, before it has told where the run
+        continues, is ignored.
+        """
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            kills = handler in (signal.SIG_DFL, signal.default_int_handler)
+            signal.signal(number, signal.SIG_IGN if self.requested and kills else handler)  # type: ignore[arg-type]
         self._before.clear()
 
     @contextmanager
