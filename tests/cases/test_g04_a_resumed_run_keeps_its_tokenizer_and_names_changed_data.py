@@ -58,9 +58,9 @@ def test_changed_data_is_refused_with_names_and_rows_then_accepted(cli, ranks):
     before = begin(cli, ranks)
     files = {p: p.read_bytes() for p in (cli.folder / "run" / "checkpoints").rglob("*") if p.is_file()}
     kept = [cli.folder / "run" / name for name in ("recipe.yaml", "plan.json", "summary.json")]
-    before = [path.read_bytes() for path in kept]
+    as_they_were = [path.read_bytes() for path in kept]
     refused = cli.run("train", "--resume", "run", "train.steps=9", code=2)
-    assert [path.read_bytes() for path in kept] == before, "what was refused has changed nothing"
+    assert [path.read_bytes() for path in kept] == as_they_were, "what was refused has changed nothing"
     for words in ("texts.jsonl has changed", "120 rows before, 200 now", "--accept-changed-data"):
         assert words in refused.stderr
     assert all(p.read_bytes() == content for p, content in files.items())

@@ -40,6 +40,23 @@ def test_hangups_save_and_end(cli, how):
     saved_at_the_last_step(cli)
 
 
+LAST_WORDS = """
+import os, signal
+from tercet.training.stop import SIGNALS, Stop
+with Stop().installed() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+assert stop.requested
+for number in SIGNALS:
+    os.kill(os.getpid(), number)
+print("the run continues with ...", flush=True)
+"""
+
+
+def test_a_signal_while_the_last_words_are_said():
+    done = subprocess.run([sys.executable, "-c", LAST_WORDS], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "the run continues with ...\n"), done.stderr
+
+
 def test_a_terminal_that_is_closed(cli):
     """A real terminal with the run in its foreground: closing it hangs up, and nothing can be printed any more."""
     main, side = pty.openpty()

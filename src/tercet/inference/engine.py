@@ -141,11 +141,11 @@ class Engine:
                 self.counts["cancelled"] += 1
                 continue
             try:
+                asked.shown = TextStream(self.served.decode, asked.ids, asked.stops)
                 asked.running = self._batch.add(asked.ids, asked.limit, asked.sampling, self.served.stop)
             except Exception as error:  # this one alone; the engine goes on
                 asked.send(error)
                 continue
-            asked.shown = TextStream(self.served.decode, asked.ids, asked.stops)
             self.counts["prompt_tokens"] += len(asked.ids)
             self.counts["reused_tokens"] += asked.running.reused
             self._going.append(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -55,6 +56,9 @@ class Server:
             except QueueFull:
                 full = Refused(429, "more requests wait than this server takes; try again later", "queue_full")
                 return JSONResponse(full.body(), 429, {"Retry-After": "5"})
+            except Exception as error:  # answered here: one that left the application would break the connection
+                print(f"{request.method} {request.url.path}: {type(error).__name__}: {error}", file=sys.stderr)
+                return await _failed(request, error)
 
         return guarded
 
