@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import pkgutil
 import sys
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         # A console that lacks a character shows a mark instead of ending the run.
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         app()

@@ -63,7 +63,7 @@ class Processor:
 
         found = []
         for text, packed in zip(texts, self.original.encode(list(texts), out_type="serialized_proto"), strict=True):
-            pieces = schema.SentencePieceText.FromString(packed).pieces
+            pieces = schema.SentencePieceText.FromString(packed).pieces  # pyright: ignore[reportAttributeAccessIssue]
             # Its ranges count bytes of UTF-8.
             character = [n for n, c in enumerate(text) for _ in c.encode()] + [len(text)]
             found.append(([p.id for p in pieces], [(character[p.begin], character[p.end]) for p in pieces]))
@@ -96,7 +96,7 @@ def convert(path: Path) -> Converted:
             f"it begins with {head.split(chr(10).encode())[0].decode()!r}",
             "Put the tokenizer.json and tokenizer_config.json of the same repository beside it.",
         )
-    proto = schema.ModelProto()
+    proto = schema.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         proto.ParseFromString(path.read_bytes())
         original = sentencepiece.SentencePieceProcessor(model_file=str(path))

@@ -77,12 +77,12 @@ class Tokenizer:
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
         if self.bos_id is not None and self.backend.encode("a").ids[:1] != [self.bos_id]:
-            self._add_bos()
+            self._add_bos(self.bos_id)
 
-    def _add_bos(self) -> None:
-        token = self.backend.id_to_token(self.bos_id)
+    def _add_bos(self, bos_id: int) -> None:
+        token = self.backend.id_to_token(bos_id)
         start = processors.TemplateProcessing(
-            single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, self.bos_id)]
+            single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, bos_id)]
         )
         old = self.backend.post_processor
         self.backend.post_processor = start if old is None else processors.Sequence([old, start])
@@ -201,7 +201,9 @@ def train(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return Tokenizer(backend, backend.token_to_id(EOS), backend.token_to_id(BOS), backend.token_to_id(PAD))
+    eos, bos, pad = (backend.token_to_id(token) for token in (EOS, BOS, PAD))
+    assert eos is not None and pad is not None
+    return Tokenizer(backend, eos, bos, pad)
 
 
 # -------------------------------------------------------------------------------------------------- loading

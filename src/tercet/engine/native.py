@@ -83,9 +83,8 @@ class NativeEngine(EngineBase):
             return value
 
         sharder = None
-        if sharded:
-            # FSDP2 takes a second to import: only those pay it who shard.
-            from tercet.parallel.shard import Sharded, Sharder
+        if sharded:  # FSDP2 takes a second to import: only those pay it who shard
+            from tercet.parallel.shard import Sharder
 
             sharder = Sharder(self.world, self._precision, strategy)
         for prefix, layer in module.blocks():
@@ -101,6 +100,8 @@ class NativeEngine(EngineBase):
         make_buffers(module, self.world.device)
         if sharder is not None:
             sharder.shard(module)
+            from tercet.parallel.shard import Sharded
+
             return Sharded(module, self.spec, self.world, self._precision, strategy)
         return Replicated(module, self.spec, self.world, self._precision, masters)
 
@@ -110,7 +111,7 @@ class NativeEngine(EngineBase):
             return weights.tensor(t.name)
         return initial_tensor(t.name, t.shape, t.kind, self.spec, self.seed)
 
-    def _empty_module(self) -> torch.nn.Module:
+    def _empty_module(self) -> Any:
         if isinstance(self.spec, TransformersModel):
             from tercet.model.through_transformers import ThroughTransformers
 

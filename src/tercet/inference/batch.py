@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tercet.inference.sampling import Sampling, choose
 from tercet.model.cache import Growing, Slots
@@ -50,7 +50,7 @@ class Running:
 class Batch:
     """Up to `rows` texts of up to `capacity` tokens each. `vocabulary`: ids from it on are never chosen."""
 
-    def __init__(self, model: nn.Module, rows: int = 8, capacity: int | None = None, vocabulary: int | None = None):
+    def __init__(self, model: Any, rows: int = 8, capacity: int | None = None, vocabulary: int | None = None):
         self.model, self.spec = model.eval(), model.spec
         self.capacity = capacity or self.spec.context_tokens
         self.vocabulary = min(vocabulary or self.spec.vocabulary, self.spec.vocabulary)

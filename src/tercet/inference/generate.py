@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tercet.errors import InputError
-from tercet.inference.batch import Batch
+from tercet.inference.batch import Batch, Running
 from tercet.inference.sampling import Sampling
 from tercet.inference.served import Served, open_served
 from tercet.inference.text import TextStream
@@ -56,7 +56,7 @@ def answers(
     """Return the answer to each prompt, up to `rows` computed side by side. Raises InputError for an empty prompt."""
     batch = Batch(served.model, min(rows, max(1, len(prompts))), vocabulary=served.vocabulary)
     found: dict[int, Answer] = {}
-    going: list[tuple[int, object, TextStream]] = []
+    going: list[tuple[int, Running, TextStream]] = []
     waiting = list(enumerate(prompts))
     while waiting or going:
         while waiting and batch.has_room:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from torch import nn
 
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError
@@ -24,7 +23,7 @@ class Served:
 
     name: str
     place: Path
-    model: nn.Module
+    model: Any  # a Decoder, or transformers' module with the same `spec`
     tokenizer: Tokenizer
     template: str | None
     stop: tuple[int, ...]
@@ -32,11 +31,11 @@ class Served:
 
     @property
     def vocabulary(self) -> int:
-        return min(self.tokenizer.size, self.model.spec.vocabulary)  # type: ignore[union-attr, arg-type]
+        return min(self.tokenizer.size, self.model.spec.vocabulary)
 
     @property
     def context_tokens(self) -> int:
-        return self.model.spec.context_tokens  # type: ignore[union-attr, return-value]
+        return self.model.spec.context_tokens
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return a prompt's ids as a document begins: bos (where the model has one), then the text as text."""

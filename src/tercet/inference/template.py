@@ -35,7 +35,7 @@ def _default(found: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def render(template: str, messages: Messages, special: Mapping[str, str], tools: Sequence[Any] | None = None) -> str:
+def render(template: str, messages: Messages, special: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str:
     """Return the text of a chat up to where the answer begins. `special`: bos_token, eos_token, … by name.
 
     Raises InputError when the template refuses the messages.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from inspect import signature
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float,
     """Flash attention over (N, heads, D), all documents in one call."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if (groups := q.shape[1] // k.shape[1]) > 1:
         if _varlen_takes_groups():
             grouped = {"enable_gqa": True}
@@ -146,7 +147,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float,
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     edges, longest = documents.boundaries, documents.longest
     left = -1 if window is None else window - 1
-    return varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    window_size = (left, 0)
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window_size, **grouped)
+    return cast(Tensor, out)  # a pair only where the sums are asked for
 
 
 @cache
@@ -166,7 +169,7 @@ def _stacked(q: Tensor, k: Tensor, v: Tensor, stacks: Stacks, scale: float, wind
     if q.is_cpu and (window is None or all(length <= window for _, length in stacks.shapes)):
         return _CpuAttention.apply(q, k, v, stacks, scale)
     pieces = zip(stacks.take(q), stacks.take(k), stacks.take(v), strict=True)
-    return stacks.put([_causal(*(x.transpose(1, 2) for x in qkv), scale, window).transpose(1, 2) for qkv in pieces])
+    return stacks.put([_causal(*(x.transpose(1, 2) for x in qkv), scale, window).transpose(1, 2) for qkv in pieces])  # pyright: ignore[reportCallIssue]
 
 
 class _CpuAttention(torch.autograd.Function):

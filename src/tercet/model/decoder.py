@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,11 @@ from tercet.model.norm import RMSNorm
 from tercet.model.objective import next_token_loss
 from tercet.model.rope import Table, rotary_table
 from tercet.model.swiglu import FeedForward
+from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
 from tercet.spec.blocks.moe import MoE
-from tercet.spec.model import Layer, Model
+from tercet.spec.blocks.swiglu import SwiGLU
+from tercet.spec.model import AttentionBlock, FeedForwardBlock, Layer, Model
 
 
 class DecoderLayer(nn.Module):
@@ -34,9 +37,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, layer: Layer, model: Model):
         super().__init__()
-        latent, sparse = isinstance(layer.attention, MLA), isinstance(layer.feedforward, MoE)
-        self.self_attn = (LatentAttention if latent else Attention)(layer.attention, model)
-        self.mlp = (MixtureOfExperts if sparse else FeedForward)(layer.feedforward, model.width)
+        self.self_attn = attention_of(layer.attention, model)
+        self.mlp = feedforward_of(layer.feedforward, model.width)
         self.input_layernorm = RMSNorm(model.width, model.norm_eps)
         self.post_attention_layernorm = RMSNorm(model.width, model.norm_eps)
 
@@ -53,7 +55,7 @@ class DecoderLayer(nn.Module):
 
 
 def run_layer(
-    layer: nn.Module, x: Tensor, table: Table, documents: Documents | None, cache: Cache | None, tally: Tally | None
+    layer: Any, x: Tensor, table: Table, documents: Documents | None, cache: Cache | None, tally: Tally | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return (x, balance loss) of anything that has a decoder layer's four parts."""
     x = x + layer.self_attn(layer.input_layernorm(x), table, documents, cache)
@@ -62,6 +64,21 @@ def run_layer(
         return x + layer.mlp(normed), None
     out, loss = layer.mlp(normed, tally)
     return x + out, loss
+
+
+def attention_of(spec: AttentionBlock, model: Model) -> Attention | LatentAttention:
+    """Return the module of a description; the same for `feedforward_of`."""
+    if isinstance(spec, MLA):
+        return LatentAttention(spec, model)
+    assert isinstance(spec, GQA)
+    return Attention(spec, model)
+
+
+def feedforward_of(spec: FeedForwardBlock, width: int) -> FeedForward | MixtureOfExperts:
+    if isinstance(spec, MoE):
+        return MixtureOfExperts(spec, width)
+    assert isinstance(spec, SwiGLU)
+    return FeedForward(spec, width)
 
 
 class Body(nn.Module):
@@ -162,7 +179,7 @@ class Decoder(nn.Module):
         borders = None if documents is None else Documents.of(documents, input_ids.device)
         training = self.training and labels is not None and torch.is_grad_enabled()
         edges = None if borders is None else borders.boundaries
-        tally = Tally.of(labels, edges, self.balance) if training and self.has_experts else None
+        tally = Tally.of(labels, edges, self.balance) if labels is not None and training and self.has_experts else None
         x = self.model.embed_tokens(input_ids)
         attention = self.spec.layers[0].attention
         wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype

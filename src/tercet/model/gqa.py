@@ -33,7 +33,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, table), rotate(k, table)
         if cache is not None:

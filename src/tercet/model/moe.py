@@ -24,6 +24,10 @@ Choice = tuple[Tensor, Tensor, Tensor]
 class Gate(nn.Module):
     """Chooses each token's experts. Always computes in fp32, whatever the model's type or autocast says."""
 
+    e_score_correction_bias: Tensor
+    counts: Tensor
+    share: Tensor
+
     def __init__(self, spec: MoE, width: int):
         super().__init__()
         self.spec = spec

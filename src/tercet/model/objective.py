@@ -24,8 +24,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_grad: bool) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if with_grad else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if with_grad else None
+        grad_hidden = torch.empty_like(hidden if with_grad else hidden[:0])
+        grad_weight = torch.zeros(weight.shape if with_grad else (0,), dtype=wide, device=weight.device)
         for begin in range(0, hidden.shape[0], CHUNK_TOKENS):
             part = slice(begin, begin + CHUNK_TOKENS)
             ignored = labels[part, None] == IGNORED

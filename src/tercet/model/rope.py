@@ -34,7 +34,7 @@ def scaled_frequencies(rope: Rope, dim: int, positions: Tensor) -> tuple[Tensor,
     frequencies = 1.0 / rope.theta**exponent
     kind = rope.kind
     if kind == "linear":
-        return frequencies / rope.get("factor"), 1.0
+        return frequencies / rope.number("factor"), 1.0
     if kind == "dynamic":
         return _dynamic(rope, dim, positions, exponent), 1.0
     if kind == "llama3":
@@ -49,7 +49,7 @@ def _dynamic(rope: Rope, dim: int, positions: Tensor, exponent: Tensor) -> Tenso
 
     Follows from the positions at hand alone, so the same text gives the same numbers whatever came before.
     """
-    trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    trained, factor = rope.number("original_max_position_embeddings"), rope.number("factor")
     longest = torch.clamp(positions.amax(-1) + 1, min=trained)[:, None, None]  # of each row: rows do not meet
     theta = rope.theta * ((factor * longest / trained) - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / theta**exponent
@@ -57,8 +57,8 @@ def _dynamic(rope: Rope, dim: int, positions: Tensor, exponent: Tensor) -> Tenso
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     """Llama 3.1's rule: long wavelengths are slowed by `factor`, short ones kept, those between blended."""
-    trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    trained, factor = rope.number("original_max_position_embeddings"), rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     wavelengths = 2 * math.pi / frequencies
     share = (trained / wavelengths - low) / (high - low)
     blended = (1 - share) * frequencies / factor + share * frequencies
@@ -69,13 +69,13 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 def _yarn(rope: Rope, dim: int, exponent: Tensor) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2: interpolate slow pairs, keep fast ones, ramp between."""
-    trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    trained, factor = rope.number("original_max_position_embeddings"), rope.number("factor")
 
     def pair_that_turns(turns: float) -> float:
         """Return the pair whose angle turns so often over the trained context."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first, last = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+    first, last = pair_that_turns(rope.number("beta_fast", 32)), pair_that_turns(rope.number("beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -94,10 +94,10 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
 
 def yarn_table_factor(rope: Rope) -> float:
     """First of YaRN's two corrections: cos and sin grow by this (1 when mscale equals mscale_all_dim)."""
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
-    one, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    factor = rope.get("factor")
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    one, all_dim = rope.number("mscale", 0), rope.number("mscale_all_dim", 0)
+    factor = rope.number("factor")
     if one and all_dim:
         return _mscale(factor, one) / _mscale(factor, all_dim)
     return _mscale(factor)
@@ -105,8 +105,8 @@ def yarn_table_factor(rope: Rope) -> float:
 
 def latent_softmax_factor(rope: Rope) -> float:
     """Second correction, DeepSeek's: latent attention's scores are multiplied by mscale(mscale_all_dim) squared."""
-    all_dim = rope.get("mscale_all_dim")
-    return _mscale(rope.get("factor"), all_dim) ** 2 if rope.kind != "default" and all_dim else 1.0
+    all_dim = rope.number("mscale_all_dim", 0)
+    return _mscale(rope.number("factor"), all_dim) ** 2 if rope.kind != "default" and all_dim else 1.0
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:

@@ -40,7 +40,7 @@ def empty_module(config: dict[str, Any]) -> PreTrainedModel:
 
     # Buffers are computed when a module is built and stored nowhere, so they cannot be on meta. Parameters leave as
     # soon as they are registered: one at a time is ever allocated.
-    hook = register_module_parameter_registration_hook(on_meta)
+    hook = register_module_parameter_registration_hook(on_meta)  # pyright: ignore[reportArgumentType]
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
         return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)

@@ -8,6 +8,7 @@ micro-batch's backward has filled it, in a fixed order, so communication hides b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class Replicated(Layout):
             self._bucket_of[p] = next(n for n, b in enumerate(self._buckets) if b.start <= offset < b.stop)
             offset += p.numel()
             p.register_post_accumulate_grad_hook(self._filled)
-        self._views = {name: p.grad for name, p in self._parameters.items()}
+        self._views = {name: cast(Tensor, p.grad) for name, p in self._parameters.items()}
         self._sending: list[dist.Work] = []
         self._next = 0
         self._last = False
@@ -94,7 +95,8 @@ class Replicated(Layout):
         # In order only: ranks may fill buckets in different orders, and collectives must not cross.
         while self._next < len(self._buckets) and (all_of_them or self._waiting[self._next] == 0):
             bucket = self._flat[self._buckets[self._next]]
-            self._sending.append(dist.all_reduce(bucket, group=self.world.group(TOKENS), async_op=True))
+            work = dist.all_reduce(bucket, group=self.world.group(TOKENS), async_op=True)
+            self._sending.append(cast(dist.Work, work))
             self._next += 1
 
     def finish_gradients(self) -> None:
@@ -111,9 +113,8 @@ class Replicated(Layout):
         self._host_gradients.copy_(self._flat)
         for part in self.parts:
             view = self._views[part.name]
-            part.value.grad = self._host_gradients[
-                view.storage_offset() : view.storage_offset() + view.numel()
-            ].view_as(view)
+            begin = int(view.storage_offset())
+            part.value.grad = self._host_gradients[begin : begin + view.numel()].view_as(view)
 
     def after_update(self) -> None:
         """Bring the updated masters into the weights that compute."""

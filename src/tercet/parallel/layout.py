@@ -25,39 +25,30 @@ class Layout(Protocol):
 
     def begin_step(self) -> None:
         """Clear the gradients."""
-        ...
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say that backward of a micro-batch comes; after the last one's gradients are complete."""
-        ...
 
     def fetch(self, block: int) -> None:
         """Have a block's weights on the device, complete, when what follows on the current stream runs."""
-        ...
 
     def release(self, block: int) -> None:
         """Say that a block's weights are not needed until the next `fetch`; its gradients may leave."""
-        ...
 
     def finish_gradients(self) -> None:
         """Return when each part's `value.grad` is the sum over micro-batches and ranks, fp32."""
-        ...
 
     def after_update(self) -> None:
         """Bring the updated parts to where the next forward reads."""
-        ...
 
     def end_step(self) -> None:
         """Give up what is not held between steps."""
-        ...
 
     def begin_evaluation(self) -> None:
         """Say that forwards without backward come: what they gather may be kept until `end_evaluation`."""
-        ...
 
     def end_evaluation(self) -> None:
         """Give up what evaluation gathered."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), one at a time; every rank must run through all of them."""

@@ -29,10 +29,11 @@ def lay_out(world: World, mesh: Mesh) -> World:
 
 
 def _own_group(rank: int, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-    own = None
+    own: dist.ProcessGroup | None = None
     for ranks in groups:  # every rank takes part in making every group
         made = dist.new_group(list(ranks))
-        own = made if rank in ranks else own
+        if isinstance(made, dist.ProcessGroup) and rank in ranks:
+            own = made
     if own is None:
         raise ValueError(f"rank {rank} is in none of the groups {list(groups)}")
     return own

@@ -14,6 +14,7 @@ Every parameter is cut along its first dimension, in fp32; what is computed with
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
@@ -66,7 +67,7 @@ class Sharded(Layout):
         axis for axis in AXES if axis != "shard"
     )  # ranks that differ along these axes hold the same parts
 
-    def __init__(self, module: FSDPModule, spec: Model, world: World, precision: Precision, strategy: Strategy):
+    def __init__(self, module: Any, spec: Model, world: World, precision: Precision, strategy: Strategy):
         self.module, self.world = module, world
         self._has_master, self._compute = precision.has_master, precision.compute
         self.on_host = on_host(strategy)
@@ -133,9 +134,8 @@ class Sharded(Layout):
         rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": [], "states": [], "pinned": []}
         shards = "states" if self.on_host else "master" if self._has_master else "weights"
         rows[shards] += [p.to_local() for p in self._parameters.values()]
-        rows["pinned" if self.on_host else "gradients"] += [
-            p.grad.to_local() for p in self._parameters.values() if p.grad is not None
-        ]
+        gradients = [p.grad for p in self._parameters.values()]
+        rows["pinned" if self.on_host else "gradients"] += [g.to_local() for g in gradients if isinstance(g, DTensor)]
         gathered = _gathered(self._fsdp_modules())
         if gathered is None:  # not measured: a row without it would be wrong, one that is missing is unknown
             del rows["weights"], rows["gradients"]

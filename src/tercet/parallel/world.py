@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        arrived = dist.all_reduce(torch.zeros(1), group=self.patient, async_op=True)
+        arrived = cast(dist.Work, dist.all_reduce(torch.zeros(1), group=self.patient, async_op=True))
         pause = 0.0
         while not arrived.is_completed():  # not in its wait(): there a signal would not be seen
             time.sleep(pause)
@@ -203,7 +203,9 @@ def _owner(port: str) -> str:
 
     try:
         found = [
-            c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == int(port)
+            c
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == int(port)  # pyright: ignore[reportAttributeAccessIssue]
         ]
         pid = next(c.pid for c in found if c.pid)
         return f", by process {pid} ({psutil.Process(pid).name()})"

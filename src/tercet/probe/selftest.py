@@ -76,7 +76,7 @@ def check_collectives(
             f"rank {world.rank}: an all-reduce over {world.size} ranks did not return in {timeout:g} s",
             seconds,
         )
-    return Verdict(*found[0], seconds)
+    return Verdict(*found[0], seconds)  # pyright: ignore[reportCallIssue]
 
 
 def _compare(world: Any, all_reduce: Callable[[Any], Any] | None) -> tuple[str, str]:

@@ -172,7 +172,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, edges_k: Tensor, long
         return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device="meta"), state
     out, total = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
     for part, seen in _documents(edges, causal, window):
-        o, t = forward(*(x[part].transpose(0, 1) for x in (q, k, v)), _scale(scale, q), seen)
+        o, t = forward(*(x[part].transpose(0, 1) for x in (q, k, v)), _scale(scale, q), seen)  # pyright: ignore[reportCallIssue]
         out[part], total[:, part] = o.transpose(0, 1), t
     return out, total, state
 
@@ -185,7 +185,7 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
         return grads
     for part, seen in _documents(edges, causal, window):
         pieces = (x[part].transpose(0, 1) for x in (grad, q, k, v, out))
-        found = backward(*pieces, total[:, part], _scale(scale, q), seen)
+        found = backward(*pieces, total[:, part], _scale(scale, q), seen)  # pyright: ignore[reportCallIssue]
         for kept, x in zip(grads, found, strict=True):
             kept[part] = x.transpose(0, 1)
     return grads

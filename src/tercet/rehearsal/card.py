@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def _run(
     operator: Any, args: Any, kwargs: Any, cards: list[Card], function: Callable[..., Any] | None
 ) -> tuple[Any, float]:
     """Return (what stands behind the result, floating-point operations)."""
-    run = function or kernels.STAND_INS.get(operator, operator)
+    run = function or cast(Callable[..., Any], kernels.STAND_INS.get(operator, operator))
     raw_args, raw_kwargs = raws(args, kwargs, cards)
     out = run(*raw_args, **raw_kwargs)
     return out, flops(operator, raw_args, raw_kwargs, out)

@@ -28,7 +28,7 @@ class Memory:
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     history: History = field(default_factory=History)
     recorded: set[int] = field(default_factory=set)  # lanes that record_stream named
-    pending: list[Callable[[], None]] = field(default_factory=list)  # copies from the host that have yet to happen
+    pending: list[Callable[[], object]] = field(default_factory=list)  # copies from the host that have yet to happen
 
     def __del__(self) -> None:
         self.device.give_back(self)

@@ -7,7 +7,8 @@ early, or changes a pinned buffer too early, gets wrong numbers here as it would
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from tercet.rehearsal.device import Device
 
 @special(aten._to_copy.default)
 def _to_copy(operator: Any, args: Any, kwargs: Any) -> Any:
-    source, target = args[0], kwargs.get("device")
+    source = args[0]
+    target = kwargs.get("device")
     kind = torch.device(target).type if target is not None else source.device.type
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
     if isinstance(source, Card) and kind == NAME:
@@ -29,7 +31,7 @@ def _to_copy(operator: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(source, Card):
         return _to_host(source, bool(kwargs.get("non_blocking")), options)
     sim = simulation()
-    index = torch.device(target).index
+    index = torch.device(cast(Any, target)).index
     device = sim.devices[sim.current if index is None else index]
     converted = source if kwargs.get("dtype") in (None, source.dtype) else source.to(kwargs["dtype"])
     card = on_card(device, _blank(converted))
@@ -86,7 +88,7 @@ def _from_host(device: Device, target: Card, source: Tensor, asked_non_blocking:
         return
     raw = target._raw
     if lazy:
-        target._memory.pending.append(lambda: raw.copy_(source))
+        target._memory.pending.append(partial(raw.copy_, source))
     else:
         raw.copy_(source)
 

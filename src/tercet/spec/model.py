@@ -55,6 +55,9 @@ class AttentionBlock(Block, Protocol):
     def heads(self) -> int: ...
 
     @property
+    def rotary_dim(self) -> int: ...
+
+    @property
     def attention_widths(self) -> tuple[int, int]:
         """Return the numbers of a token's queries and of its values, over all heads."""
         ...
@@ -72,15 +75,22 @@ class Rope:
     theta: float = 10_000.0
     scaling: tuple[tuple[str, float | str | int | bool], ...] = ()
 
-    def get(self, key: str, default: float | None = None):
+    def get(self, key: str, default: float | str | None = None):
         """Return one value of the scaling section; a missing or null key gives `default`."""
         value = dict(self.scaling).get(key)
         return default if value is None else value
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a value that must be a number. Raises ValueError where it is not, and nothing stands in for it."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float):
+            raise ValueError(f"rope_scaling: {key} is {value!r}, not a number")
+        return value
+
     @property
     def kind(self) -> str:
         """default, linear, dynamic, llama3 or yarn."""
-        return str(self.get("rope_type", "default"))  # type: ignore[arg-type]
+        return str(self.get("rope_type", "default"))
 
 
 @dataclass(frozen=True)

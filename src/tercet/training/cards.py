@@ -100,7 +100,7 @@ def look() -> tuple[list[dict[str, str]], str]:
     except (OSError, subprocess.SubprocessError) as error:
         return [], f"nvidia-smi: {type(error).__name__}"
     cells = [[cell.strip() for cell in line.split(",")] for line in found.stdout.splitlines()]
-    rows = [dict(zip(QUERY, row, strict=True)) for row in cells if len(row) == len(QUERY)]
+    rows: list[dict[str, str]] = [dict(zip(QUERY, row, strict=True)) for row in cells if len(row) == len(QUERY)]
     rest = [",".join(row) for row in cells if len(row) != len(QUERY)] + found.stderr.splitlines()
     return rows, " ".join(line.strip() for line in rest if line.strip())
 

@@ -55,7 +55,7 @@ class RunLock:
         self._file.flush()
 
     def _refuse(self, content: dict[str, Any], record: dict[str, Any] | None = None) -> None:
-        record = record or content.get("supervisor", {})
+        record = record or dict(content.get("supervisor") or {})
         self._file.close()
         self._lock.release()
         raise TercetError(

@@ -176,6 +176,7 @@ def run_as_rank(
     if started_by is None and number == 0:  # no supervisor of ours is there to say it
         stop.first = me.say_stopping
     try:
+        watch = None
         if watched is not None:
             from tercet.probe.communication import Watch
 
@@ -197,7 +198,7 @@ def run_as_rank(
             if console is not None:
                 console.print(how_started(started_by, devices, hosts), markup=False, highlight=False, soft_wrap=True)
         run_rank(recipe, run, world, stop, console, at, accept_changed_data)
-        if watched is not None:
+        if watch is not None:
             from tercet.training.record import write_json
 
             write_json(run.path / "communication.json", {"share": watch.share})

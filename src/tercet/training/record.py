@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 from rich.console import Console
@@ -229,11 +230,11 @@ def trim_events(run: RunFolder, step: int, done_there: Collection[str]) -> None:
     os.replace(temporary, run.events)
 
 
-def safe_console(file: TextIO) -> Console:
+def safe_console(file: io.TextIOBase | TextIO) -> Console:
     """Return a Console that never raises on characters that its encoding lacks."""
-    if hasattr(file, "reconfigure"):
-        file.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return Console(file=file, soft_wrap=True)
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
+    return Console(file=cast(TextIO, file), soft_wrap=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ WARNED = "warned"  # folder in logs/: one empty file per kind that a rank has sh
 LONGEST = 500
 
 
-def show_warnings(console: TextIO, rank: int, shown: Path) -> None:
+def show_warnings(console: io.TextIOBase | TextIO, rank: int, shown: Path) -> None:
     """Show records of level WARNING and above, whoever logs them, and Python's own warnings.
 
     Hooked into the making of records, not into a logger: libraries give theirs handlers of their own and cut them off

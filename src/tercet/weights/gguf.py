@@ -33,7 +33,7 @@ class GGUFFile:
         for part in stored(spec):
             plain = part.name if part.expert is None else part.name.replace(f"experts.{part.expert}.", "experts.")
             found = names.get_name(plain, try_suffixes=(".weight", ".bias"))
-            if found in self._tensors:
+            if found is not None and found in self._tensors:
                 self._names[part.name] = (found, part.expert)
         used = {name for name, _ in self._names.values()} | {"rope_freqs.weight"}
         self._unknown = {name for name in self._tensors if name not in used}

@@ -65,7 +65,7 @@ def cut_name(backend: tokenizers.Tokenizer) -> str:
         kind = f"{whole['model']['type']}, normaliser {normalizer}"
         raise InputError(f"a tokenizer of this kind ({kind}) is not written into GGUF files; byte-level BPE is")
     outer = whole.get("pre_tokenizer") or {}
-    steps = [_step(s) for s in (outer.get("pretokenizers") if outer.get("type") == "Sequence" else [outer])]
+    steps = [_step(s) for s in (outer["pretokenizers"] if outer.get("type") == "Sequence" else [outer])]
     for name, cuts in CUTS.items():
         if steps == cuts:
             return name

@@ -73,7 +73,7 @@ class SafetensorsFile:
         row_bytes = prod(shape[1:]) * out.element_size()
         if out.numel():
             place = self._header[name].begin + begin * row_bytes
-            target, have = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
+            target, have = memoryview(out.view(torch.uint8).numpy().data).cast("B"), 0
             while have < len(target):  # one read returns 2 GB at most
                 got = self._read(target[have:], place + have)
                 if not got:
@@ -93,7 +93,7 @@ class SafetensorsFile:
         if self._map is None:
             size = self.path.stat().st_size
             self._map = torch.empty(0, dtype=torch.uint8).set_(
-                torch.UntypedStorage.from_file(str(self.path), False, size)
+                torch.UntypedStorage.from_file(str(self.path), False, size)  # pyright: ignore[reportArgumentType]
             )
         first, last = self._header[name].begin, self._header[name].end
         dtype = self.dtype(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def value_column(text: str, name: str, start: int) -> int:
     found = start
     at = _skip(text, start) + 1  # past the brace
     while at < len(text) and text[at := _skip(text, at)] == '"':
-        key, at = json.decoder.scanstring(text, at + 1)
+        key, at = scanstring(text, at + 1)
         at = _skip(text, _skip(text, at) + 1)  # past the colon
         if key == name:
             found = at

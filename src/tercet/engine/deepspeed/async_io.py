@@ -135,7 +135,7 @@ def _sources() -> int:
 
 def load_libraries() -> None:
     """Give DeepSpeed the built libraries, so that it neither looks for a compiler nor compiles. Raises InputError."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportAttributeAccessIssue]
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
@@ -178,7 +178,7 @@ def require_direct_files(folder: Path) -> None:
 
 def main() -> None:
     """Compile both, in a process of its own."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportAttributeAccessIssue]
 
     AsyncIOBuilder().load(verbose=True)
 

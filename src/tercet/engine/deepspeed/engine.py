@@ -277,14 +277,14 @@ class DeepSpeedEngine(EngineBase):
             if parameter.data.numel() == value.numel():  # a small one, that stage 3 leaves whole on every rank
                 parameter.data.copy_(value)
             shard, files = parameter.ds_tensor, parameter.nvme_swapper
-            in_file = files is not None and shard.status.name == "NOT_AVAILABLE"
-            if in_file:
-                files.swap_in([parameter], async_op=False)
+            swapped = files if files is not None and shard.status.name == "NOT_AVAILABLE" else None
+            if swapped is not None:
+                swapped.swap_in([parameter], async_op=False)
             begin = self.world.data_rank * shard.numel()
             part = value.reshape(-1)[begin : begin + shard.numel()]
             shard.data[: part.numel()].copy_(part)
-            if in_file:
-                files.swap_out_and_release([parameter])
+            if swapped is not None:
+                swapped.swap_out_and_release([parameter])
 
     # ------------------------------------------------------------------------------------------------- memory
 

@@ -120,7 +120,7 @@ class Fragments:
         """Return (group, offset in it, length) of this rank's part under stage 3."""
         return self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
 
-    def _of(self, parameter: nn.Parameter) -> Fragment | None:
+    def _of(self, parameter: Any) -> Fragment | None:
         """Return this rank's fragment of a parameter, or None when it holds none of it."""
         if self._zero == 0:
             begin = offset = 0
