@@ -12,7 +12,7 @@ from typing import Any
 
 from tercet.errors import InputError
 from tercet.planner.calibrate import Row
-from tercet.planner.job import Job
+from tercet.planner.job import NF4_BYTES, Job
 from tercet.spec.adapter import adapted
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
@@ -173,8 +173,7 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         gradient_bytes=gradient,
         state_bytes=state,
         matmul=matmul,
-        # nf4: 4 bits and one 8-bit constant per block of 64 (double quantisation): arXiv 2305.14314, section 3.
-        frozen_bytes=0.516 if quantized else 2,
+        frozen_bytes=NF4_BYTES if quantized else 2,
         outer_frozen_bytes=outer,
         # Behind fp32 norms and embeddings everything but the matmuls runs in fp32.
         activation_bytes=4 if outer == 4 else 2,

@@ -101,7 +101,8 @@ def run(
         answer["assumed"] = [*answer["assumed"], *length["assumed"]]
     if name is not None:
         method = {"lora": ["adapter.kind=lora"], "qlora": ["adapter.kind=lora", "adapter.quantize=nf4"]}
-        answer["train"] = train_command(name, [*arguments, *method.get(machine["method"] or "", [])], answer)
+        keys = [*arguments, *method.get(machine["method"] or "", [])]
+        answer["train"] = None if answer.get("untrained") else train_command(name, keys, answer)
     if as_json:
         import orjson
 

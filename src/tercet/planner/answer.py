@@ -16,6 +16,7 @@ from tercet.planner.constants import about, load_for
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Search, moments_of
+from tercet.spec.adapter import with_adapter
 from tercet.spec.axes.split import either
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
@@ -53,7 +54,7 @@ def plan(
     """
     machine = machine_of(gpus, host_ram, links, ranks)
     read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
-    answer = answer_for(read, machine, price, kwh_price)
+    answer = answer_for(read, machine, price, kwh_price, ahead=True)
     if gpus is None:
         where = f"cards: this machine's, {machine.describe()}"
         if machine.measured:
@@ -135,11 +136,15 @@ def read_recipe(
         tokens = min(DEFAULT_SEQUENCE, describe(build_recipe(dict(tree), overrides).model).context_tokens)
         tree["data"]["sequence_tokens"] = str(tokens)
         assumed.append(f"{tokens} tokens per sequence (--sequence)")
-    if "train.precision" not in keys:
+    read = build_recipe(tree, [*overrides, *extra])
+    if read.adapter.kind != "none":
+        base = "nf4" if read.adapter.quantize == "nf4" else "bf16"
+        assumed.append(f"adapters of rank {read.adapter.rank} on {read.adapter.targets}, fp32, beside a {base} base")
+    elif "train.precision" not in keys:
         assumed.append("bf16 weights with fp32 master copies, AdamW in fp32 (train.precision=)")
-    if method is None:
+    if method is None and read.adapter.kind == "none":
         assumed.append("all parameters are trained (--method)")
-    return build_recipe(tree, [*overrides, *extra]), assumed
+    return read, assumed
 
 
 def is_recipe(name: str | Path) -> bool:
@@ -174,13 +179,21 @@ def answer_for(
     price: float | None = None,
     kwh_price: float | None = None,
     deepspeed: bool = True,
+    ahead: bool = False,
 ) -> dict[str, Any]:
-    """Return the answer for a recipe on a machine. `deepspeed`: whether its engine may be chosen unasked."""
-    model = describe(recipe.model)
-    refuse_idle_for(recipe, model)
+    """Return the answer for a recipe on a machine.
+
+    `deepspeed`: whether its engine may be chosen unasked. `ahead`: predict what the formulas know although this
+    version does not train it yet; `untrained` then says what.
+    """
+    base = describe(recipe.model)
+    refuse_idle_for(recipe, base)
+    model = with_adapter(base, recipe.adapter)
     counts, work = Counts(model), Work.of(recipe)
     search = Search(counts, work, machine, load_for(machine))
     missing = not_built(recipe) + formats(work, machine)
+    untrained = [why for why in missing if why.startswith("adapter.")] if ahead else []
+    missing = [why for why in missing if why not in untrained]
     section = recipe.strategy
     ranks = min(ranks_of(section, machine.ranks), machine.ranks)
     found = None if missing else search.run(section, ranks, deepspeed)
@@ -194,8 +207,9 @@ def answer_for(
     return {
         "model": {
             "name": model.name,
-            "parameters": counts.parameters,
-            "active_parameters": model.active_parameters,
+            "parameters": base.parameters,
+            "active_parameters": base.active_parameters,
+            "trained_parameters": counts.trained_parameters,
             "layers": len(model.layers),
         },
         "weights": recipe.model.start,
@@ -210,6 +224,7 @@ def answer_for(
         "strategies": strategies,
         "refused": refused,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
+        "untrained": untrained,
         "error_bars": error_bars(machine),
     }
 
@@ -438,6 +453,6 @@ def error_bars(machine: Machine) -> dict[str, Any]:
 
 def predict(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
     """Return the plan of a strategy that is given, whether it fits or not."""
-    counts = Counts(describe(recipe.model))
+    counts = Counts(with_adapter(describe(recipe.model), recipe.adapter))
     search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load_for(machine))
     return entry(search, search.candidate(strategy), recipe, None, None)

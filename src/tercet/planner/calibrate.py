@@ -21,6 +21,7 @@ from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import moments, reserve, tensors_at_peak
+from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
 from tercet.spec.families import describe
 from tercet.spec.machine import Machine
@@ -215,8 +216,8 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
             "Calibrate on the machine that the runs are from.",
         )
     recipe = load_run_recipe(run.recipe)
-    model = describe(recipe.model)
-    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
+    model = with_adapter(describe(recipe.model), recipe.adapter)
+    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module, model.frozen)
     return Prepared(
         Row(
             id=run.path.name,

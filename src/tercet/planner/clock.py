@@ -380,7 +380,9 @@ def step_seconds(rows: dict[str, float]) -> float:
 def model_flops(counts: Counts, job: Job) -> float:
     """Return FLOPs of a step as MFU counts them: 6 per parameter and token plus attention, no recompute.
 
-    PaLM's definition (arXiv 2204.02311, appendix B), with causal attention's half not taken off.
+    PaLM's definition (arXiv 2204.02311, appendix B), with causal attention's half not taken off. A frozen weight has
+    no gradient, so it counts 4.
     """
     attention = sum(6.0 * job.sequence * (k.score_width + k.value_width) * k.count for k in counts.kinds)
-    return (3 * counts.active_matmul_flops() + attention) * job.step_tokens
+    passes = 2 if counts.model.frozen else 3
+    return (passes * counts.active_matmul_flops() + attention) * job.step_tokens

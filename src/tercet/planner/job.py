@@ -140,8 +140,14 @@ class Job:
         )
 
 
-def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
-    """Return the Job that an engine makes of a strategy (twin: engine/native.py); `module`: Model.module."""
+NF4_BYTES = 0.516  # 4 bits and an 8-bit constant per block of 64, itself quantised (arXiv 2305.14314, section 3)
+
+
+def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: bool = False) -> Job:
+    """Return the Job that an engine makes of a strategy (twin: engine/native.py).
+
+    `module`: Model.module; `frozen`: adapters alone are trained, in fp32, beside a base in the working format or nf4.
+    """
     ours = module == "tercet"
     wide = work.precision == "fp32"
     offload = {
@@ -170,9 +176,12 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         sequence=work.sequence_tokens,
         accumulation=accumulation,
         zero=strategy.zero,
-        weight_bytes=4 if wide else 2,
-        master_bytes=0 if wide else 4,
+        weight_bytes=4 if wide or frozen else 2,
+        master_bytes=0 if wide or frozen else 4,
         gradient_bytes=4,
+        frozen_bytes=NF4_BYTES if work.quantize == "nf4" else 4 if wide else 2,
+        outer_frozen_bytes=4 if wide else 2,
+        quantized=work.quantize == "nf4",
         state_bytes=8,
         activation_bytes=4 if wide else 2,
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",

@@ -90,7 +90,7 @@ class Search:
         self.counts, self.work, self.machine, self.constants = counts, work, machine, constants
 
     def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
-        job = of_strategy(strategy, work or self.work, self.counts.model.module)
+        job = of_strategy(strategy, work or self.work, self.counts.model.module, self.counts.model.frozen)
         machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())
@@ -124,8 +124,9 @@ class Search:
         best: dict[tuple[Any, ...], Candidate] = {}
         too_large: dict[tuple[Any, ...], Candidate] = {}
         illegal: dict[str, Refusal] = {}
-        every = strategies(section, ranks, self.work)
-        if self.machine.card is not None and not OPEN_FOR_OFFLOAD & section.model_fields_set:
+        every = strategies(section, ranks, self.work, self.counts.model.frozen)
+        frozen = self.counts.model.frozen  # adapters have no states worth moving
+        if self.machine.card is not None and not frozen and not OPEN_FOR_OFFLOAD & section.model_fields_set:
             every = chain(every, offloaded(section, ranks, self.work, deepspeed))
         for strategy in every:
             why = refusals(self.counts.model, strategy, self.work, self.machine)
@@ -249,14 +250,14 @@ def _with_zero(strategy: Strategy, zero: int) -> Strategy:
     return replace(strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step")
 
 
-def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Strategy]:
-    """Yield every strategy of today's engines that the section leaves open."""
+def strategies(section: StrategySection, ranks: int, work: Work, frozen: bool = False) -> Iterator[Strategy]:
+    """Yield every strategy of today's engines that the section leaves open; `frozen`: adapters alone are trained."""
     deepspeed = section.engine == "deepspeed"
     if ranks == 1 and not deepspeed:  # DeepSpeed's offload needs a stage on one rank too
         zeros = [0]
     else:
         replicas = section.data != "auto"  # whole copies, as many as asked for
-        zeros = [section.zero] if section.zero != "auto" else [0] if replicas else [0, 1, 2, 3]
+        zeros = [section.zero] if section.zero != "auto" else [0] if replicas else [0, 3] if frozen else [0, 1, 2, 3]
     data_ranks = max(1, ranks // (section.pipeline * section.context * section.tensor))
     recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(data_ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
@@ -267,6 +268,8 @@ def strategies(section: StrategySection, ranks: int, work: Work) -> Iterator[Str
         )
         if deepspeed:  # its stages 2 and 3 know one way
             reduces = reduces[:1]
+        if frozen:  # adapters' gradients are few: one way is enough
+            reduces = reduces[-1:]
         if section.reduce_gradients != "auto":
             reduces = [section.reduce_gradients]
         for reduce in reduces:

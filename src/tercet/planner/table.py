@@ -67,6 +67,8 @@ def verdict(answer: dict[str, Any], width: int) -> str:
         return "\n".join(wrapped(line, width) for line in lines if line)
     best = answer["strategies"][0]
     lines = [f"FITS: {what}", figures(best, answer)]
+    if answer.get("untrained"):
+        lines.append(f"Predicted only, this version does not train it: {answer['untrained'][0].partition(',')[0]}")
     return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
 
 
@@ -98,6 +100,8 @@ def head(answer: dict[str, Any], width: int) -> str:
     size = f"{show_count(model['parameters'])} parameters"
     if model["active_parameters"] != model["parameters"]:
         size += f", {show_count(model['active_parameters'])} active"
+    if model["trained_parameters"] < model["parameters"]:
+        size += f", {show_count(model['trained_parameters'])} of adapters are trained"
     usable = f"; {gib(machine['usable_bytes'])} GiB usable on each card" if machine["card"] else ""
     lines = [
         f"{size}; weights: {answer['weights']}",

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.model import Layer, Model, Tensor
+
+if TYPE_CHECKING:
+    from tercet.spec.recipe import AdapterSection
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,20 @@ def targeted(name: str, targets: tuple[str, ...]) -> bool:
     """Whether a matrix is adapted, by the last word of its name: q_proj is, and so is q_proj_b of q_proj."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     return any(last == t or last.startswith(f"{t}_") for t in targets)
+
+
+def adaptable(model: Model, words: list[str] | str) -> tuple[str, ...]:
+    """Return the names of matrices that adapter.targets means; all-linear: each of every layer but the routers."""
+    if words != "all-linear":
+        return (words,) if isinstance(words, str) else tuple(words)
+    layers = {*model.layers, *(block.layer for block in model.mtp)}
+    tensors = (t for layer in layers for t in layer.tensors("", model.width) if t.kind in ("matrix", "expert"))
+    return tuple(sorted({t.name.removesuffix(".weight").rpartition(".")[2] for t in tensors}))
+
+
+def with_adapter(model: Model, section: AdapterSection) -> Model:
+    """Return the model as a recipe trains it: itself, or frozen with the section's adapters."""
+    return model if section.kind == "none" else adapted(model, section.rank, adaptable(model, section.targets))
 
 
 def adapted(model: Model, rank: int, targets: tuple[str, ...]) -> Model:

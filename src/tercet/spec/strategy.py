@@ -97,10 +97,17 @@ class Work:
     batch_sequences: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    quantize: str = "none"  # the format of a frozen base under adapters
 
     @classmethod
     def of(cls, recipe: Recipe) -> Work:
-        return cls(recipe.data.sequence_tokens, recipe.train.batch_sequences, recipe.train.precision, recipe.optim.name)
+        return cls(
+            recipe.data.sequence_tokens,
+            recipe.train.batch_sequences,
+            recipe.train.precision,
+            recipe.optim.name,
+            recipe.adapter.quantize,
+        )
 
 
 def not_built(recipe: Recipe) -> list[str]:
