@@ -62,6 +62,7 @@ class StepResult:
     load: dict[str, float] = field(default_factory=dict)
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens sent to each expert, a list per layer
     loss_scale: float | None = None  # of fp16's dynamic loss scaling, after this step
+    overflowed: tuple[str, ...] = ()  # parameters of this rank whose gradients were not finite, where that is known
 
 
 class SaveHandle(Protocol):

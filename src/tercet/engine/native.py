@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
 from tercet.engine.base import EngineBase, once_each
 from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
+from tercet.engine.scaling import LossScale
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Save, on_cards, restored
@@ -39,6 +41,7 @@ class NativeEngine(EngineBase):
         super().__init__(setup)
         self._clip = math.inf if setup.optim.clip == "none" else setup.optim.clip
         self._precision = PRECISIONS[setup.precision]
+        self._scaler = LossScale() if setup.precision == "fp16" else None
         self._schedule = schedule_of(setup.strategy)
         self._evaluating = False
         # Names of the further predictions' tensors begin so.
@@ -148,7 +151,9 @@ class NativeEngine(EngineBase):
         layout.begin_step()
         self.module.train()
         seed = partial(seed_random_numbers, self.seed, self.steps_done, world.data_rank)
-        work = StepWork(self.module, layout, micro_batches, max(tokens, 1), world.device, seed, self._note_peak)
+        work = StepWork(
+            self.module, layout, micro_batches, max(tokens, 1), world.device, seed, self._note_peak, self._scale
+        )
         loss_sum = self._schedule(work)
         layout.finish_gradients()
         self._note_peak()
@@ -156,6 +161,10 @@ class NativeEngine(EngineBase):
         layout.end_step()
         self.steps_done += 1
         return result
+
+    @property
+    def _scale(self) -> float:
+        return self._scaler.scale if self._scaler else 1.0
 
     def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
@@ -167,11 +176,12 @@ class NativeEngine(EngineBase):
         # What several ranks hold alike, the first of them counts.
         once = torch.tensor([mesh.index(rank, axes) == 0 for axes in (SAME_TOKENS, self.layout.copied_along)])
         sums = self.world.sum(torch.where(once, torch.stack((loss_sum.cpu(), squares)), 0.0))
-        loss, norm = sums[0].item() / max(tokens, 1), sums[1].sqrt().item()
+        loss, norm = sums[0].item() / max(tokens, 1), sums[1].sqrt().item() / self._scale
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return StepResult(loss, norm, tokens, updated=False)
-        if norm > self._clip:
-            scale_gradients(parts, self._clip / (norm + 1e-6))
+            return self._skipped(StepResult(loss, norm, tokens, updated=False))
+        factor = (self._clip / (norm + 1e-6) if norm > self._clip else 1.0) / self._scale
+        if factor != 1.0:
+            scale_gradients(parts, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -180,7 +190,15 @@ class NativeEngine(EngineBase):
                 self.optimizer.state[part.value]["step"] += 1
         self._updates += 1
         self.layout.after_update()
-        return StepResult(loss, norm, tokens)
+        return StepResult(loss, norm, tokens, loss_scale=self._scaler.after(False) if self._scaler else None)
+
+    def _skipped(self, result: StepResult) -> StepResult:
+        """Say whose gradients were not finite, and take the scale down where they, not the loss, have overflowed."""
+        found = tuple(
+            p.name for p in self.layout.parts if p.value.grad is not None and not p.value.grad.isfinite().all()
+        )
+        scale = self._scaler.after(math.isfinite(result.loss)) if self._scaler else None
+        return replace(result, overflowed=found, loss_scale=scale)
 
     def _freeze(self, parts: Sequence[Any]) -> None:
         """Leave these out of the coming update, decay included; AdamW's count goes on, as a resumed run's does."""
@@ -220,6 +238,9 @@ class NativeEngine(EngineBase):
             found += [(f"balance/{name}", tensor, 0) for name, tensor in self.balancer.state()]
         return found
 
+    def _position(self) -> dict[str, Any]:
+        return {**super()._position(), **(self._scaler.state() if self._scaler else {})}
+
     def save(self, folder: Path) -> Save:
         self._end_evaluation()
         rows = self._saved_rows()
@@ -240,6 +261,8 @@ class NativeEngine(EngineBase):
             for moment in MOMENTS:
                 reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
         self._restore_counts(reader)
+        if self._scaler:
+            self._scaler.restore(reader.position)
         for part in self.layout.parts:
             self.optimizer.state[part.value]["step"].fill_(self._updates)
         self.layout.after_update()

@@ -19,4 +19,8 @@ class Precision:
         return self.compute != torch.float32
 
 
-PRECISIONS = {"fp32": Precision("fp32", torch.float32), "bf16": Precision("bf16", torch.bfloat16)}
+PRECISIONS = {
+    "fp32": Precision("fp32", torch.float32),
+    "bf16": Precision("bf16", torch.bfloat16),
+    "fp16": Precision("fp16", torch.float16),
+}

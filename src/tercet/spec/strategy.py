@@ -124,8 +124,6 @@ def not_built(recipe: Recipe) -> list[str]:
             why.append(
                 f"strategy.offload.{what}: nvme is built for strategy.engine=deepspeed (zero 3); cpu is for both"
             )
-    if recipe.train.precision == "fp16" and not deepspeed:
-        why.append("train.precision: fp16 is built for strategy.engine=deepspeed; bf16 and fp32 are for both")
     if recipe.model.module == "transformers":
         why += _why_not_through_transformers(s)
     return why

@@ -16,7 +16,7 @@ import torch
 from tercet.engine import Engine, MicroBatch, StepResult, Terms
 from tercet.errors import InterruptedRun, RunError, TercetError
 from tercet.parallel.world import World, is_collective_failure
-from tercet.spec.mesh import ROWS, TOKENS
+from tercet.spec.mesh import AXES, ROWS, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.checkpoint import Checkpoints
 from tercet.training.record import Recorder
@@ -169,6 +169,7 @@ class Loop:
                 seconds=seconds,
                 tokens_per_second=result.tokens / seconds,
                 memory_bytes=peak_bytes(self.world.device),
+                **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **result.load,
             )
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
@@ -184,7 +185,9 @@ class Loop:
         p.skipped_in_a_row += 1
         overflow = result.loss_scale is not None and math.isfinite(loss)
         lost = [(rank, r) for rank, r in self.world.gather((self.world.rank, self._nonfinite_rows(rows)), ROWS) if r]
-        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, r))}" for rank, r in lost) or "the gradients"
+        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, r))}" for rank, r in lost) or self._gradients(
+            result, rows
+        )
         text = f"step {p.step}: loss {loss}, gradient norm {norm} (not finite: {where})"
         scale = {}
         if result.loss_scale is not None:
@@ -205,6 +208,17 @@ class Loop:
                 f"{text}; {p.skipped_in_a_row} steps in a row were skipped, the last that train.nonfinite_limit allows",
                 "Weights born in bf16 often exceed fp16's range: use train.precision=bf16." if overflow else None,
             )
+
+    def _gradients(self, result: StepResult, rows: list[int]) -> str:
+        """Return whose gradients were not finite, and of which rows, where every row's own loss is."""
+        found = self.world.gather((result.overflowed, rows), AXES)
+        names = list(dict.fromkeys(name for overflowed, _ in found for name in overflowed))
+        if not names:
+            return "the gradients"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        used = sorted({row for _, rows in found for row in rows})
+        span = f"rows {', '.join(map(str, used[:16]))}" + (f" … {used[-1]}" if len(used) > 16 else "")
+        return f"the gradients of {', '.join(names[:3])}{more}, from {span}"
 
     def _nonfinite_rows(self, rows: list[int]) -> list[int]:
         """Return this rank's rows whose own loss is not finite (every rank computes equally many)."""

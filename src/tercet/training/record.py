@@ -160,7 +160,7 @@ class Recorder:
         """Record a finished step (1-based count of steps done)."""
         self.event("step", step=step, **fields)
         self._pace.add(fields["seconds"])
-        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "expert_load", "idle_experts"):
+        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "expert_load", "idle_experts", "loss_scale"):
             if name in fields:
                 self._scalar(f"train/{name}", fields[name], step)
         line = step_line(fields, self._limit) + self._eta(step)

@@ -30,6 +30,7 @@ class StepWork:
     device: device
     seed: Callable[[int], None]
     note_peak: Callable[[], None]
+    scale: float = 1.0  # of the loss before backward (engine/scaling.py); the loss returned is without it
 
 
 Schedule = Callable[[StepWork], Tensor]

@@ -56,7 +56,7 @@ def _end(work: StepWork, inputs: list[Tensor], carried: list[Carried]) -> tuple[
         loss = work.module.end(leaf, more)
         if n == len(inputs) - 1:
             work.note_peak()
-        (loss / work.tokens).backward()
+        (loss / (work.tokens / work.scale)).backward()
         loss_sum += loss.detach()
         grads.append(leaf.grad)
     return loss_sum, grads
@@ -75,7 +75,7 @@ def _backward(
         ends, ends_grads = [out], [grad]
         if balance is not None:
             ends.append(balance)
-            ends_grads.append(torch.full_like(balance, 1 / work.tokens))
+            ends_grads.append(torch.full_like(balance, work.scale / work.tokens))
         torch.autograd.backward(ends, ends_grads)
         found.append(leaf.grad)
     work.layout.release(block)
