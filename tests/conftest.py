@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# One thread a process: models here are tiny, and OpenMP's threads wait by spinning. Where other work shares the cores
+# a run of five seconds would take a minute. Before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 

@@ -32,7 +32,7 @@ class CardWatch:
         self._run, self._ranks, self._say, self._interval = run, ranks, say, interval
         self._said: set[str] = set()
         self._missing: dict[str, int] = {}
-        self._silent = False  # nvidia-smi has stopped answering, and that was said
+        self._silent_looks = 0  # one after another without an answer
         self._known: dict[str, dict[str, str]] = {}
         self._over = threading.Event()
 
@@ -70,12 +70,13 @@ class CardWatch:
         named = {index for index, row in self._known.items() if row.get("pci.bus_id", "?") in complaint}
         if not rows and not named:
             # The tool does not answer (a driver replaced under a running job, a time-out): that says nothing of the cards.
-            if not self._silent:
-                self._silent = True
+            self._silent_looks += 1
+            if self._silent_looks == LOOKS_UNTIL_LOST:
                 self._say(
                     f"nvidia-smi no longer answers ({complaint or 'it lists no card'}); training goes on unwatched"
                 )
             return
+        self._silent_looks = 0
         for index in self._known:
             # With no row at all, a card that the complaint names is the one that is gone.
             gone = index not in here and (bool(rows) or index in named)
