@@ -49,10 +49,16 @@ class TinyBatch:
     positions: torch.Tensor
     documents: torch.Tensor
     rows: list[int]
+    weights: torch.Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
         return int((self.labels != -100).sum())
+
+    @property
+    def trained_weight(self) -> float:
+        kept = self.labels != -100
+        return float(kept.sum() if self.weights is None else self.weights[kept].double().sum())
 
     def to(self, device: object) -> TinyBatch:
         return self

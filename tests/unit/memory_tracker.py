@@ -26,7 +26,7 @@ RANKS = 3
 
 def main(name: str, zero: int, micro: int, tokens: int, level: str) -> None:
     # Which labels are trained is a question about values, and fake tensors have none.
-    decoder.next_token_loss = lambda h, w, y: _LinearCrossEntropy.apply(h.flatten(0, 1), w, y.flatten(), True)
+    decoder.next_token_loss = lambda h, w, y, *_: _LinearCrossEntropy.apply(h.flatten(0, 1), w, y.flatten(), True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

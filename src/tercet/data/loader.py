@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tercet.data.prepare import Prepared
+    from tercet.data.shards import Rows
 
 IGNORED = -100  # label of a token that is not trained
 IDLE = -1  # number of a place that holds no row
@@ -29,7 +30,7 @@ class Batch:
     -100 where nothing is trained; this is the only place in Tercet that shifts. `positions` (B, T) int64:
     from 0 within each document. `documents` (n+1,) int32: where documents begin in the flattened B·T
     tokens, and the end; borders of rows are borders of documents. `rows`: number of the sample in each
-    place, -1 for an idle place.
+    place, -1 for an idle place. `weights` (B, T) float32: by how much each label counts in the loss; None: by 1.
     """
 
     input_ids: Tensor
@@ -37,11 +38,19 @@ class Batch:
     positions: Tensor
     documents: Tensor
     rows: list[int]
+    weights: Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
         """Number of labels that count in the loss."""
         return int((self.labels != IGNORED).sum())
+
+    @property
+    def trained_weight(self) -> float:
+        """Sum of the weights of the labels that count; without weights their number."""
+        if self.weights is None:
+            return float(self.trained_tokens)
+        return float(self.weights[self.labels != IGNORED].double().sum())
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; `documents` stays on the host, which counts by it.
@@ -50,10 +59,13 @@ class Batch:
         """
         if torch.device(device).type == "cpu":
             return self
-        return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in _TENSORS})
+        there = {
+            n: t.pin_memory().to(device, non_blocking=True) for n in _TENSORS if (t := getattr(self, n)) is not None
+        }
+        return replace(self, **there)
 
 
-_TENSORS = ("input_ids", "labels", "positions")
+_TENSORS = ("input_ids", "labels", "positions", "weights")
 
 
 class Loader:
@@ -69,6 +81,8 @@ class Loader:
         self.batch_sequences = batch_sequences
         self.tokens = prepared.sequence_tokens
         self.pad_id = prepared.pad_id
+        sets = (*self.mix.sources, *([self.validation] if self.validation is not None else []))
+        self._weighted = any(weight not in (0.0, 1.0) for s in sets for weight in s.palette or ())
 
     @property
     def rows_per_epoch(self) -> int:
@@ -89,7 +103,7 @@ class Loader:
         batches = []
         for places in _deal(self.batch_sequences, rank, ranks, micro_batch):
             numbers = [start + i if i < self.batch_sequences else IDLE for i in places]
-            batches.append(self._batch(numbers, self.mix.row))
+            batches.append(self._batch(numbers, self._place))
         return batches
 
     def evaluation(self, *, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
@@ -102,17 +116,30 @@ class Loader:
             return
         count = len(self.validation)
         for places in _deal(count, rank, ranks, micro_batch):
-            yield self._batch([i if i < count else IDLE for i in places], self.validation.row)
+            yield self._batch([i if i < count else IDLE for i in places], self._held)
 
-    def _batch(self, numbers: Sequence[int], row: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Batch:
+    def _place(self, sample: int) -> tuple[Rows, int]:
+        source, row = self.mix.place(sample)
+        return self.mix.sources[source], row
+
+    def _held(self, row: int) -> tuple[Rows, int]:
+        assert self.validation is not None
+        return self.validation, row
+
+    def _batch(self, numbers: Sequence[int], place_of: Callable[[int], tuple[Rows, int]]) -> Batch:
         shape = (len(numbers), self.tokens)
         ids = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
+        weights = np.ones(shape, np.float32) if self._weighted else None
         lengths: list[np.ndarray] = []
         everywhere = np.arange(self.tokens)
         for place, number in enumerate(numbers):
-            tokens, documents = row(number) if number != IDLE else (ids[place, :0], np.zeros(0, np.int64))
+            tokens, documents, trained = ids[place, :0], np.zeros(0, np.int64), None
+            if number != IDLE:
+                rows, index = place_of(number)
+                tokens, documents = rows.row(index)
+                trained = rows.trained(index)
             used = tokens.size
             if used < self.tokens:
                 documents = np.append(documents, self.tokens - used)  # padding is a document nobody trains
@@ -121,11 +148,16 @@ class Loader:
             labels[place, : max(used - 1, 0)] = ids[place, 1:used]
             # The last token of a document has no successor: the next one belongs to somebody else.
             labels[place, starts[1:] - 1] = IGNORED
+            if trained is not None:
+                labels[place, : max(used - 1, 0)][trained[1:] == 0] = IGNORED
+                if weights is not None:
+                    weights[place, : max(used - 1, 0)] = trained[1:]
             positions[place] = everywhere - np.repeat(starts, documents)
             lengths.append(documents)
         borders = np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int32)
         tensors = map(torch.from_numpy, (ids, labels, positions, borders))
-        return Batch(*tensors, rows=list(numbers))
+        counts = None if weights is None else torch.from_numpy(weights)
+        return Batch(*tensors, rows=list(numbers), weights=counts)
 
 
 def _deal(count: int, rank: int, ranks: int, micro_batch: int) -> Iterator[range]:

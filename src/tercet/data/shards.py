@@ -2,12 +2,16 @@
 
 A set is three files: NAME.tokens, the ids of all rows one after another (little-endian uint16 or uint32, no
 padding); NAME.documents.npy, where each document begins in it (int64, one more than there are documents);
-NAME.rows.npy, the index of each row's first document (int64, one more than there are rows).
+NAME.rows.npy, the index of each row's first document (int64, one more than there are rows). A set in which some
+tokens are not trained, as in chats, has NAME.trained besides: a byte per token, the number of its loss weight in the
+set's palette, 0 where it is read but not trained.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from tercet.data.pack import pack
+from tercet.errors import InputError
 
 _CHUNK_TOKENS = 1 << 20
+_SHIFT = np.uint32(24)
+_ID = np.uint32(2**24 - 1)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Rows:
     name: str
     capacity: int
     dtype: str
+    palette: tuple[float, ...] | None = None  # loss weights by number; None: every token is trained and counts once
 
     @cached_property
     def _tokens(self) -> np.ndarray:
@@ -36,6 +44,15 @@ class Rows:
         if path.stat().st_size == 0:
             return np.zeros(0, self.dtype)
         return np.memmap(path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
+
+    @cached_property
+    def _trained(self) -> np.ndarray:
+        path = self.folder / f"{self.name}.trained"
+        return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+
+    @cached_property
+    def _weight_of(self) -> np.ndarray:
+        return np.array(self.palette, dtype=np.float32)
 
     @cached_property
     def _documents(self) -> np.ndarray:
@@ -62,6 +79,37 @@ class Rows:
         borders = np.asarray(self._documents[first : last + 1])
         return np.asarray(self._tokens[borders[0] : borders[-1]]), np.diff(borders)
 
+    def trained(self, index: int) -> np.ndarray | None:
+        """Return the loss weight of each token of a row (float32, 0: not trained), or None where all count once."""
+        if self.palette is None:
+            return None
+        first, last = (int(self._documents[self._rows[n]]) for n in (index, index + 1))
+        return self._weight_of[self._trained[first:last]]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are predicted and count: all but the first of a document, or those that are marked."""
+        if self.palette is None:
+            return self.tokens - self.documents
+        return int(np.count_nonzero(self._trained))
+
+
+class Palette:
+    """The different loss weights of a data set, each under a number that fits in a byte."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[float, int] = {0.0: 0, 1.0: 1}
+
+    def number(self, weight: float) -> int:
+        """Return the number of a weight. Raises InputError when there are more different ones than numbers."""
+        if weight not in self._numbers and len(self._numbers) > 255:
+            raise InputError("the data has more than 254 different loss weights", "Round them to fewer.")
+        return self._numbers.setdefault(weight, len(self._numbers))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(self._numbers)
+
 
 class Writer:
     """Takes documents in reading order, and packs them when all are there.
@@ -70,9 +118,13 @@ class Writer:
     scratch file meanwhile; memory holds 16 bytes a document and what was not yet written.
     """
 
-    def __init__(self, folder: Path, name: str, capacity: int, dtype: type[np.unsignedinteger]):
-        self.folder, self.name, self.capacity = folder, name, capacity
-        self.dtype = np.dtype(dtype).newbyteorder("<")
+    def __init__(
+        self, folder: Path, name: str, capacity: int, dtype: type[np.unsignedinteger], palette: Palette | None = None
+    ):
+        self.folder, self.name, self.capacity, self.palette = folder, name, capacity, palette
+        self.final = np.dtype(dtype).newbyteorder("<")
+        # Beside a palette a token's number lies in the upper byte of its id until the set is packed.
+        self.dtype = self.final if palette is None else np.dtype("<u4")
         self.scratch = folder / f"{name}.scratch"
         self.file = self.scratch.open("w+b")
         self.lengths = array("q")  # of what is packed
@@ -83,7 +135,11 @@ class Writer:
         self.spilled = 0  # tokens of the current document in the file
         self.current = 0
 
-    def append(self, ids: np.ndarray) -> None:
+    def append(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
+        """Add ids; `trained`: numbers of their weights in the palette, without them 1 each."""
+        if self.palette is not None and ids.size:
+            numbers = np.ones(ids.size, np.uint32) if trained is None else trained.astype(np.uint32)
+            ids = ids.astype(np.uint32) | (numbers << _SHIFT)
         self.open.append(ids)
         self.current += ids.size
         if self.current - self.spilled > _CHUNK_TOKENS:
@@ -152,21 +208,33 @@ class Writer:
         np.save(self.folder / f"{self.name}.documents.npy", ends)
         firsts = np.flatnonzero(np.diff(rows, prepend=-1)) if rows.size else rows
         np.save(self.folder / f"{self.name}.rows.npy", np.append(firsts, rows.size).astype(np.int64))
-        with (self.folder / f"{self.name}.tokens").open("wb") as file:
+        with ExitStack() as files:
+            tokens = files.enter_context((self.folder / f"{self.name}.tokens").open("wb"))
+            trained = None
+            if self.palette is not None:
+                trained = files.enter_context((self.folder / f"{self.name}.trained").open("wb"))
             if lengths.size:
                 scratch = np.memmap(self.scratch, dtype=self.dtype, mode="r")
-                self._copy(scratch, file, starts, sizes, ends)
+                for part in self._parts(scratch, starts, sizes, ends):
+                    if trained is not None:
+                        trained.write((part >> _SHIFT).astype(np.uint8).data)
+                        part = (part & _ID).astype(self.final)
+                    tokens.write(part.data)
                 del scratch
         self.scratch.unlink()
-        return Rows(self.folder, self.name, self.capacity, self.dtype.name)
+        return Rows(self.folder, self.name, self.capacity, self.final.name, self.palette and self.palette.weights)
 
-    @staticmethod
-    def _copy(scratch: np.ndarray, file, starts: np.ndarray, sizes: np.ndarray, ends: np.ndarray) -> None:
-        """Write documents in packed order, a few million tokens at a time."""
+    def _parts(
+        self, scratch: np.ndarray, starts: np.ndarray, sizes: np.ndarray, ends: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield documents in packed order, a few million tokens at a time."""
         at = 0
         while at < sizes.size:
             stop = int(np.searchsorted(ends, ends[at] + _CHUNK_TOKENS, side="right")) - 1
             stop = max(stop, at + 1)
             shift = np.repeat(starts[at:stop] - (ends[at:stop] - ends[at]), sizes[at:stop])
-            file.write(scratch[shift + np.arange(shift.size)].data)
+            part = scratch[shift + np.arange(shift.size)]
+            if self.palette is not None:
+                part[ends[at:stop] - ends[at]] &= _ID  # nothing stands before a document's first token to predict it
+            yield part
             at = stop

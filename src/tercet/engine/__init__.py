@@ -28,8 +28,15 @@ class MicroBatch(Protocol):
     documents: Tensor  # int32 borders over the flattened tokens; stays on the CPU
     rows: list[int]  # global sample numbers; -1 holds no row
 
+    weights: Tensor | None  # of the labels in the loss; None: each counts once
+
     @property
     def trained_tokens(self) -> int: ...
+
+    @property
+    def trained_weight(self) -> float:
+        """The sum of the trained labels' weights; without any their number."""
+        ...
 
     def to(self, device: Any) -> MicroBatch: ...
 
@@ -48,7 +55,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss` is the mean over all trained tokens of the step on all ranks; `grad_norm` that of the whole model.
+    """`loss` is the mean over all trained tokens of the step on all ranks, by their weights; `grad_norm` that of the
+    whole model. `tokens`: how many were trained.
 
     `updated` is False when loss or norm was not finite: then nothing has changed on any rank. `load` says, for a
     mixture of experts, how full the experts were: expert_load (the fullest over the mean, worst layer),
@@ -113,8 +121,8 @@ class Engine(Protocol):
         """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
         ...
 
-    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
-        """Return (summed loss, trained tokens) of this rank's batch. Every rank calls it equally often."""
+    def evaluate(self, batch: MicroBatch) -> tuple[float, float]:
+        """Return (summed loss, what it is divided by) of this rank's batch: the trained tokens' weights, 1 each. Every rank calls it equally often."""
         ...
 
     def generate(

@@ -40,10 +40,14 @@ class EngineBase:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the step's trained tokens on all ranks, at least 1: what a summed loss is divided by."""
-        own = torch.tensor([sum(b.trained_tokens for b in micro_batches)])
-        return int(self.world.sum(own, TOKENS).item())
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, float]:
+        """Return (the step's trained tokens on all ranks, the sum of their weights): what a summed loss is divided by.
+
+        The sum is 1 where nothing is trained.
+        """
+        own = [sum(b.trained_tokens for b in micro_batches), sum(b.trained_weight for b in micro_batches)]
+        tokens, weight = self.world.sum(torch.tensor(own, dtype=torch.float64), TOKENS).tolist()
+        return int(tokens), weight or 1.0
 
     def _set_terms(self, terms: Terms | None) -> Terms:
         """Tell the module what this step learns besides the main loss."""
@@ -78,10 +82,10 @@ class EngineBase:
         """Give up what evaluation gathered. Every verb but `evaluate` and `generate` calls it first."""
 
     @torch.no_grad()
-    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
+    def evaluate(self, batch: MicroBatch) -> tuple[float, float]:
         self.module.eval()
         self._begin_evaluation()
-        return loss_of(self.module, batch, self.world.device).item(), batch.trained_tokens
+        return loss_of(self.module, batch, self.world.device).item(), batch.trained_weight
 
     @torch.no_grad()
     def generate(

@@ -146,18 +146,16 @@ class NativeEngine(EngineBase):
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         self._end_evaluation()
         layout, world = self.layout, self.world
-        tokens = self._count_tokens(micro_batches)
+        tokens, weight = self._count_tokens(micro_batches)
         terms = self._set_terms(terms)
         layout.begin_step()
         self.module.train()
         seed = partial(seed_random_numbers, self.seed, self.steps_done, world.data_rank)
-        work = StepWork(
-            self.module, layout, micro_batches, max(tokens, 1), world.device, seed, self._note_peak, self._scale
-        )
+        work = StepWork(self.module, layout, micro_batches, weight, world.device, seed, self._note_peak, self._scale)
         loss_sum = self._schedule(work)
         layout.finish_gradients()
         self._note_peak()
-        result = self._rebalance(self._update(loss_sum, tokens, lr), terms)
+        result = self._rebalance(self._update(loss_sum, tokens, weight, lr), terms)
         layout.end_step()
         self.steps_done += 1
         return result
@@ -166,7 +164,7 @@ class NativeEngine(EngineBase):
     def _scale(self) -> float:
         return self._scaler.scale if self._scaler else 1.0
 
-    def _update(self, loss_sum: Tensor, tokens: int, lr: float) -> StepResult:
+    def _update(self, loss_sum: Tensor, tokens: int, weight: float, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
         parts = self.layout.parts
         if self.spec.mtp and self.module.mtp_weight == 0:
@@ -176,7 +174,7 @@ class NativeEngine(EngineBase):
         # What several ranks hold alike, the first of them counts.
         once = torch.tensor([mesh.index(rank, axes) == 0 for axes in (SAME_TOKENS, self.layout.copied_along)])
         sums = self.world.sum(torch.where(once, torch.stack((loss_sum.cpu(), squares)), 0.0))
-        loss, norm = sums[0].item() / max(tokens, 1), sums[1].sqrt().item() / self._scale
+        loss, norm = sums[0].item() / weight, sums[1].sqrt().item() / self._scale
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self._skipped(StepResult(loss, norm, tokens, updated=False))
         factor = (self._clip / (norm + 1e-6) if norm > self._clip else 1.0) / self._scale

@@ -30,12 +30,13 @@ class Tally:
 
     counted: Tensor  # bool (B, T): tokens of documents with at least one trained label
     counted_per_row: Tensor  # fp32 (B,)
-    trained_per_row: Tensor  # fp32 (B,): labels that are trained
+    trained_per_row: Tensor  # fp32 (B,): labels that are trained, by their weights
     balance: Balance
 
     @classmethod
-    def of(cls, labels: Tensor, documents: Tensor | None, balance: Balance) -> Tally:
-        """labels: (B, T) shifted, IGNORED where nothing is trained; documents: borders over B * T, or one a row."""
+    def of(cls, labels: Tensor, documents: Tensor | None, balance: Balance, weights: Tensor | None = None) -> Tally:
+        """labels: (B, T) shifted, IGNORED where nothing is trained; documents: borders over B * T, or one a row;
+        weights: (B, T), of the labels in the loss."""
         trained = labels != IGNORED
         if documents is None:
             counted = trained.any(1, keepdim=True).expand_as(labels)
@@ -44,7 +45,8 @@ class Tally:
             per_document = torch.zeros(documents.numel(), device=labels.device)
             per_document.index_add_(0, number, trained.flatten().float())
             counted = (per_document[number] > 0).view_as(labels)
-        return cls(counted, counted.sum(1).float(), trained.sum(1).float(), balance)
+        per_row = trained.sum(1).float() if weights is None else (weights * trained).sum(1)
+        return cls(counted, counted.sum(1).float(), per_row, balance)
 
 
 def document_numbers(documents: Tensor, tokens: int, device: torch.device) -> Tensor:

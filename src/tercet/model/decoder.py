@@ -103,6 +103,7 @@ class Carried:
 
     input_ids: Tensor
     labels: Tensor | None
+    weights: Tensor | None  # of the labels in the loss; None: 1 each
     trained: int | None
     documents: Tensor | None  # on the device
     borders: Documents | None
@@ -147,17 +148,19 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
         trained: int | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss, a scalar.
 
         input_ids, positions, labels: (batch, tokens) integers. documents: (documents + 1,) borders over the
-        batch * tokens flattened tokens; without them each row is one document. labels are already shifted.
+        batch * tokens flattened tokens; without them each row is one document. labels are already shifted;
+        weights, (batch, tokens) too, say by how much each counts in the loss.
         Borders on the host and `trained`, the number of labels that count, spare waiting for a card.
 
         The loss's value is the main loss alone. While training, its gradient is that of the main loss plus the
         balance and multi-token prediction terms: what is printed stays comparable, what is learned is the sum.
         """
-        x, carried = self.begin(input_ids, positions, documents, labels, caches, trained)
+        x, carried = self.begin(input_ids, positions, documents, labels, caches, trained, weights)
         balance: list[Tensor] = []
         for n in range(len(self.spec.layers)):
             x, loss = self.run_block(n, x, carried)
@@ -172,6 +175,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
         trained: int | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Carried]:
         """Return (what goes into the first block, what every block needs besides); arguments as in `forward`."""
         if positions is None:
@@ -179,12 +183,16 @@ class Decoder(nn.Module):
         borders = None if documents is None else Documents.of(documents, input_ids.device)
         training = self.training and labels is not None and torch.is_grad_enabled()
         edges = None if borders is None else borders.boundaries
-        tally = Tally.of(labels, edges, self.balance) if labels is not None and training and self.has_experts else None
+        tally = (
+            Tally.of(labels, edges, self.balance, weights)
+            if labels is not None and training and self.has_experts
+            else None
+        )
         x = self.model.embed_tokens(input_ids)
         attention = self.spec.layers[0].attention
         wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype
         table = rotary_table(self.spec.rope, attention.rotary_dim, positions, wide)
-        return x, Carried(input_ids, labels, trained, edges, borders, table, tally, caches, training)
+        return x, Carried(input_ids, labels, weights, trained, edges, borders, table, tally, caches, training)
 
     def run_block(self, n: int, x: Tensor, carried: Carried) -> tuple[Tensor, Tensor | None]:
         """Return layer n's (x, balance loss or None)."""
@@ -197,7 +205,7 @@ class Decoder(nn.Module):
         x = self.model.norm(x)
         if carried.labels is None:
             return nn.functional.linear(x, self.head_weight)
-        main = next_token_loss(x, self.head_weight, carried.labels, carried.trained)
+        main = next_token_loss(x, self.head_weight, carried.labels, carried.trained, carried.weights)
         predicts = carried.training and self.spec.mtp and self.mtp_weight > 0
         further_losses = self._further_losses(x, carried) if predicts else []
         for term in (*balance, *further_losses):
@@ -219,7 +227,9 @@ class Decoder(nn.Module):
             layer = self.model.layers[str(len(self.spec.layers) + k)]
             embedded = self.model.embed_tokens(tokens)
             state, balance = layer(state, embedded, carried.table, carried.borders, carried.tally)
-            found.append(next_token_loss(state, self.head_weight, ahead) * (self.mtp_weight / depth))
+            weights = None if carried.weights is None else carried.weights.roll(-k - 1, 1)
+            loss = next_token_loss(state, self.head_weight, ahead, weights=weights)
+            found.append(loss * (self.mtp_weight / depth))
             if balance is not None:
                 found.append(balance.to(found[-1].dtype))
         return found

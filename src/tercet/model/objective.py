@@ -14,14 +14,16 @@ CHUNK_TOKENS = 512  # tokens whose logits exist at once; large enough to keep th
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """sum over tokens of logsumexp(h Wᵀ) - (h Wᵀ)[label], with both gradients made in forward, chunk by chunk.
+    """sum over tokens of (logsumexp(h Wᵀ) - (h Wᵀ)[label]) · weight, both gradients made in forward, chunk by chunk.
 
     The loss is a sum, so its gradient is known but for one factor, which backward multiplies in. Costs the same
     three matmuls as the plain way and holds one chunk of logits instead of all.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_grad: bool) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_grad: bool, counts: Tensor | None = None
+    ) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden if with_grad else hidden[:0])
@@ -33,11 +35,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h = hidden[part].masked_fill(ignored, 0)
             # Cast here: log_softmax(dtype=…) would on a CPU cast itself and hold all three, logits in both formats.
             scores = F.log_softmax(F.linear(h, weight).to(wide), -1)
-            total -= scores.gather(1, y).masked_fill_(ignored, 0).sum()
+            found = scores.gather(1, y).masked_fill_(ignored, 0)
+            total -= (found if counts is None else found * counts[part, None]).sum()
             if with_grad:
                 # softmax - one_hot, written over the scores
                 grad = scores.exp_()
                 grad.scatter_add_(1, y, torch.full_like(y, -1, dtype=wide))
+                if counts is not None:
+                    grad *= counts[part, None]
                 grad = grad.to(hidden.dtype)
                 torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(ignored, 0)
                 grad_weight += grad.T @ h
@@ -51,16 +56,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: a second copy of the head's gradient would be the largest thing held. Running backward twice is
         # then an error, which autograd reports.
         grad_hidden.mul_(grad.to(grad_hidden.dtype))
-        return grad_hidden, grad_weight.mul_(grad).to(grad_hidden.dtype), None, None
+        return grad_hidden, grad_weight.mul_(grad).to(grad_hidden.dtype), None, None, None
 
 
-def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
+def next_token_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, count: int | None = None, weights: Tensor | None = None
+) -> Tensor:
     """Return the summed loss, a scalar in fp32 (fp64 for fp64 models), over the labels that are not IGNORED.
 
     hidden: (batch, tokens, width), after the final norm; head: (vocabulary, width); labels: (batch, tokens).
-    `count` is the number of labels that count, where the host knows it: a card is never asked.
+    `count` is the number of labels that count, where the host knows it: a card is never asked. `weights`: (batch,
+    tokens), by how much each label counts; without them by 1.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    counts = None if weights is None else weights.flatten()
     trained = labels != IGNORED
     if count is None:
         count = int(trained.sum()) if labels.is_cpu else len(labels)
@@ -69,4 +78,5 @@ def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor, count: int | N
         # a CPU, which compiles and keeps each.
         places = torch.nonzero_static(trained, size=count).squeeze(1)
         hidden, labels = hidden[places], labels[places]
-    return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled())
+        counts = None if counts is None else counts[places]
+    return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled(), counts)

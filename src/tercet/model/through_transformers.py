@@ -135,11 +135,12 @@ class ThroughTransformers(nn.Module):
         labels: Tensor | None = None,
         caches: list[dict[str, Any]] | None = None,
         trained: int | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss in fp32, a scalar.
 
-        input_ids, positions, labels: (batch, tokens) integers, labels shifted already. Documents are where positions
-        begin again at 0; their borders are not looked at. The loss is the next token's alone: balance losses that
+        input_ids, positions, labels: (batch, tokens) integers, labels shifted already; weights, of the same
+        shape, are theirs in the loss. Documents are where positions begin again at 0; their borders are not looked at. The loss is the next token's alone: balance losses that
         an architecture may have are not in it.
         """
         whole = self._whole[0]
@@ -156,7 +157,10 @@ class ThroughTransformers(nn.Module):
         if labels is None:
             return logits
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return F.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        scores, wanted = logits.flatten(0, 1).to(wide), labels.flatten()
+        if weights is None:
+            return F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="sum")
+        return (F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="none") * weights.flatten()).sum()
 
 
 @torch.no_grad()

@@ -150,14 +150,14 @@ class DeepSpeedEngine(EngineBase):
         if len(micro_batches) != self._accumulation:
             raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
         world = self.world
-        tokens = self._count_tokens(micro_batches)
+        tokens, weight = self._count_tokens(micro_batches)
         terms = self._set_terms(terms)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.train()
-        # DeepSpeed averages over the ranks, we want the sum over the step's global token count. It would also
+        # DeepSpeed averages over the ranks, we want the sum over the step's global weight. It would also
         # divide by the accumulation: scale_wrt_gas tells it not to.
-        scale = world.mesh.data_ranks / max(tokens, 1)
+        scale = world.mesh.data_ranks / weight
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         loss = math.nan
         for n, batch in enumerate(micro_batches):
@@ -165,7 +165,7 @@ class DeepSpeedEngine(EngineBase):
             batch_loss = loss_of(self.engine, batch, world.device)
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
-                loss = world.sum(loss_sum.cpu(), TOKENS).item() / max(tokens, 1)
+                loss = world.sum(loss_sum.cpu(), TOKENS).item() / weight
                 self._note_peak()
                 if not math.isfinite(loss):
                     scale = math.nan  # makes every rank's gradients NaN, which DeepSpeed sees and skips the step

@@ -25,8 +25,8 @@ class StepWork:
     module: Any  # a Decoder, or what is called like one
     layout: Layout
     micro_batches: Sequence[MicroBatch]  # on the host
-    # The step's trained tokens on all ranks: with the loss divided by it, any split gives the same sum.
-    tokens: int
+    # The step's trained tokens on all ranks, by their weights: with the loss divided by it, any split gives the same sum.
+    weight: float
     device: device
     seed: Callable[[int], None]
     note_peak: Callable[[], None]
@@ -50,5 +50,10 @@ def loss_of(module: Any, batch: MicroBatch, device: device) -> Tensor:
     """Return the summed loss of a batch on the host. What must be counted is counted there: a card is not waited for."""
     trained, here = batch.trained_tokens, batch.to(device)
     return module(
-        here.input_ids, positions=here.positions, documents=here.documents, labels=here.labels, trained=trained
+        here.input_ids,
+        positions=here.positions,
+        documents=here.documents,
+        labels=here.labels,
+        trained=trained,
+        weights=here.weights,
     )

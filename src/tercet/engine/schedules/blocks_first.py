@@ -21,7 +21,9 @@ def blocks_first(work: StepWork) -> Tensor:
     for n, batch in enumerate(work.micro_batches):
         work.seed(n)
         trained, here = batch.trained_tokens, batch.to(work.device)
-        x, more = module.begin(here.input_ids, here.positions, here.documents, here.labels, trained=trained)
+        x, more = module.begin(
+            here.input_ids, here.positions, here.documents, here.labels, trained=trained, weights=here.weights
+        )
         firsts.append(x)
         carried.append(more)
     inputs = [[x.detach() for x in firsts]]  # of every block, and at last of the end; one per micro-batch
@@ -56,7 +58,7 @@ def _end(work: StepWork, inputs: list[Tensor], carried: list[Carried]) -> tuple[
         loss = work.module.end(leaf, more)
         if n == len(inputs) - 1:
             work.note_peak()
-        (loss / (work.tokens / work.scale)).backward()
+        (loss / (work.weight / work.scale)).backward()
         loss_sum += loss.detach()
         grads.append(leaf.grad)
     return loss_sum, grads
@@ -75,7 +77,7 @@ def _backward(
         ends, ends_grads = [out], [grad]
         if balance is not None:
             ends.append(balance)
-            ends_grads.append(torch.full_like(balance, work.scale / work.tokens))
+            ends_grads.append(torch.full_like(balance, work.scale / work.weight))
         torch.autograd.backward(ends, ends_grads)
         found.append(leaf.grad)
     work.layout.release(block)

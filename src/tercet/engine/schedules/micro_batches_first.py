@@ -17,6 +17,6 @@ def micro_batches_first(work: StepWork) -> Tensor:
         loss = loss_of(work.module, batch, work.device)
         if last:
             work.note_peak()
-        (loss / (work.tokens / work.scale)).backward()
+        (loss / (work.weight / work.scale)).backward()
         loss_sum += loss.detach()
     return loss_sum
