@@ -21,8 +21,13 @@ def cell(model: str, gpus: str, host_ram: str) -> tuple[str, float]:
     fits = plan(model, gpus=gpus.strip(), host_ram=host_ram)["strategies"]
     if not fits:
         return "no", 0.0
-    away = fits[0]["strategy"]["offload_optimizer"]
-    return ("cards" if away == "none" else "cards + RAM"), fits[0]["tokens_per_second"]
+    places = {"none": "cards", "cpu": "cards + RAM", "nvme": "cards + NVMe"}
+    return places[fits[0]["strategy"]["offload_optimizer"]], fits[0]["tokens_per_second"]
+
+
+def shown(where: str, speed: float) -> str:
+    """Return a cell; speeds in two figures, for a prediction has no more."""
+    return f"{where}: {float(f'{speed:.2g}'):,.0f}".replace(",", " ") if speed else where
 
 
 def table() -> str:
@@ -30,10 +35,8 @@ def table() -> str:
     head = ["model", *(f"{gpus.strip()}, {ram.replace('GiB', ' GiB')}" for gpus, ram in MACHINES.items())]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for model in MODELS:
-        cells = [cell(model, gpus, ram) for gpus, ram in MACHINES.items()]
-        lines.append(
-            f"| {model} | " + " | ".join(f"{where}: {speed:.0f}" if speed else "no" for where, speed in cells) + " |"
-        )
+        cells = [shown(*cell(model, gpus, ram)) for gpus, ram in MACHINES.items()]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -13,14 +13,11 @@ import pytest
 
 from tercet.errors import InputError, NotLegalError
 from tercet.planner.answer import choose, plan
-from tercet.planner.constants import load
-from tercet.planner.search import Search, micro_batches
+from tercet.planner.search import micro_batches, near
 from tercet.planner.table import show
-from tercet.spec.counts import Counts
-from tercet.spec.families import describe
 from tercet.spec.machine import machine_of
-from tercet.spec.recipe import ModelSection, build_recipe
-from tercet.spec.strategy import Strategy, Work
+from tercet.spec.recipe import build_recipe
+from tercet.spec.strategy import Work
 
 LEDGER = {"weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve"}
 
@@ -43,7 +40,7 @@ def test_the_shape_that_scripts_read(answer):
         assert 0 < s["mfu"] < 1
         assert s["micro_batch"] * s["accumulation"] * 3 - s["idle_rows"] == 96
     speeds = [s["tokens_per_second"] for s in answer["strategies"]]
-    assert all(a > b * 0.99 for a, b in pairwise(speeds))
+    assert all(a > b / (1.005 + near()) for a, b in pairwise(speeds))
     for r in answer["refused"]:
         assert r["name"] and r["why"]
 
@@ -59,56 +56,38 @@ def test_money_and_energy(answer):
 
 def test_the_way_out_that_a_refusal_names_is_true(answer):
     """Every refusal of this machine says a change; the change is made here and must fit."""
-    machine = machine_of("3x4090", host_ram="64GB")
-    model = describe(ModelSection(preset="llama-1.2b-32k"))
-    search = Search(Counts(model), Work(2048, 96), machine, load())
-    seen = set()
+    machine = {"gpus": "3x4090", "links": "x16,x8,x4", "host_ram": "64GB"}
+    assert answer["refused"]
     for r in answer["refused"]:
-        strategy, why = Strategy(**r["strategy"]), r["why"][0]
-        assert not search.fits(search.candidate(strategy))
-        change = asdict(strategy)
-        if "recompute: " in why:
-            change["recompute"] = why.split("recompute: ")[1].split()[0]
-            seen.add("recompute")
-        elif "zero: " in why:
-            change["zero"] = int(why.split("zero: ")[1].split()[0])
-            change["reduce_gradients"] = "every_micro_batch" if change["zero"] >= 2 else "once_per_step"
-            seen.add("zero")
-        else:
-            pytest.fail(f"no way out in: {why}")
-        assert search.fits(search.candidate(Strategy(**change))), why
-    assert "zero" in seen
+        assert not plan("llama-1.2b-32k", [f"strategy={r['name']}", *fixed(r)], **machine)["strategies"]
+        keys = r["way_out"]["keys"]
+        assert keys and all(key in r["why"][0] for key in keys)
+        assert plan("llama-1.2b-32k", [f"strategy={r['name']}", *keys], **machine)["strategies"], r["why"]
 
 
-def test_a_refusal_may_name_shorter_sequences_or_more_cards():
-    small = plan(
-        "llama-1.2b-32k", ["strategy=zero3", "strategy.recompute=full"], gpus="3x4060 Ti", sequence="64k", batch="3"
-    )
-    model_longer = "model.context_tokens=65536"
-    why = [w for r in small["refused"] for w in r["why"]]
-    assert any("exceeds the model's context" in w for w in why)
-    small = plan(
-        "llama-1.2b-32k",
-        ["strategy=zero3", "strategy.recompute=full", model_longer],
-        gpus="3x4060 Ti",
-        sequence="64k",
-        batch="3",
-    )
-    (why,) = small["refused"][0]["why"]
-    tokens = int(why.split("; ")[1].split()[0])
-    assert tokens < 65536
-    assert plan(
-        "llama-1.2b-32k",
-        ["strategy=zero3", "strategy.recompute=full", model_longer],
-        gpus="3x4060 Ti",
-        sequence=str(tokens),
-        batch="3",
-    )["strategies"]
-    large = plan("deepseek-llm-7b", ["strategy=zero3"], gpus="3x4090")
-    assert not large["strategies"]
-    (why,) = large["refused"][0]["why"]
-    cards = int(why.split("; ")[1].split()[0])
-    assert plan("deepseek-llm-7b", ["strategy=zero3"], gpus=f"{cards}x4090")["strategies"]
+def fixed(refused: dict[str, Any]) -> list[str]:
+    """Return what a strategy's word leaves open, as the refused one has it."""
+    return [] if refused["strategy"]["recompute"] != "none" else ["strategy.recompute=none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "machine", "named"),
+    [
+        ("llama-1.2b-32k", ["strategy=zero3"], {"gpus": "3x4060 Ti", "sequence": "64k"}, {"sequence"}),
+        ("llama-1.2b-32k", [], {"gpus": "3x4090", "sequence": "4k"}, {"model.context_tokens", "sequence"}),
+        ("deepseek-llm-7b", ["strategy=zero3"], {"gpus": "3x4090"}, {"strategy", "gpus", "sequence", "method"}),
+        ("deepseek-llm-7b", ["strategy=zero3+optimizer-cpu"], {"gpus": "3x4090", "host_ram": "64GiB"}, {"host_ram"}),
+        ("llama-3.1-70b", [], {"gpus": "2x4090", "host_ram": "64GiB"}, {"gpus", "host_ram"}),
+    ],
+)
+def test_each_way_out_of_a_plan_fits_when_it_is_taken(name, keys, machine, named):
+    found = plan(name, keys, **machine)
+    assert not found["strategies"] and found["ways_out"]
+    seen = set()
+    for way in found["ways_out"]:
+        seen |= {key.partition("=")[0] for key in way["keys"]} | way["options"].keys()
+        assert plan(name, [*keys, *way["keys"]], **{**machine, **way["options"]})["strategies"], way
+    assert named <= seen
 
 
 def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
@@ -116,7 +95,8 @@ def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
     assert unknown["strategies"] and any("host RAM unknown" in a for a in unknown["assumed"])
     known = plan("llama-1.2b-32k", [], gpus="3x4090", host_ram="1GB")
     assert not known["strategies"]
-    assert any("of host RAM" in w and "more needed" in w for r in known["refused"] for w in r["why"])
+    assert any("of host RAM" in w and w.endswith("short") for r in known["refused"] for w in r["why"])
+    assert "if the host has" in " ".join(show(unknown).split("\n\n")[0].split()) and "(not checked)" in show(unknown)
 
 
 def test_the_host_is_used_where_cards_are_too_small():
@@ -128,15 +108,16 @@ def test_the_host_is_used_where_cards_are_too_small():
     assert best["host"]["states"] >= states and best["card_bytes"] <= best["usable_bytes"]
     enough = plan("deepseek-llm-7b", [], gpus="3x4090", host_ram="256GB")
     assert [s["name"] for s in enough["strategies"]] == [s["name"] for s in found["strategies"]]
+    # Files on NVMe are ranked where the host is too small, and never taken unasked by a run: drives wear.
     small = plan("deepseek-llm-7b", [], gpus="3x4090", host_ram="64GB")
-    assert not small["strategies"]
     why = [w for r in small["refused"] for w in r["why"]]
     assert any("of host RAM, 59.6 GiB are there" in w for w in why)
-    # The way out that it names is one: with those words the plan fits.
-    named = next(w for w in why if "nvme" in w).split("; ")[1].split()
-    keys = [word for word in named if word.startswith("strategy.")]
-    files = plan("deepseek-llm-7b", keys, gpus="3x4090", host_ram="64GB")
-    assert files["strategies"][0]["host_bytes"] < 64e9 and files["strategies"][0]["disk"]["swap"] > states
+    files = small["strategies"][0]
+    assert files["host_bytes"] < 64e9 and files["disk"]["swap"] > states
+    assert all(s["strategy"]["offload_optimizer"] == "nvme" for s in small["strategies"])
+    recipe = build_recipe({"model": "deepseek-llm-7b", "data": {"train": "-"}})
+    with pytest.raises(NotLegalError, match="of host RAM"):
+        choose(recipe, machine_of("3x4090", host_ram="64GB"), 3)
     # Where the cards suffice, or the user has said how, nobody is sent to another engine.
     fixed = plan("llama-1.2b-32k", ["strategy=zero2"], gpus="3x4090")
     assert {s["strategy"]["engine"] for s in fixed["strategies"]} == {"native"}
@@ -172,6 +153,8 @@ def test_choose_is_what_train_uses():
         ("first-ligt", {}, "first-light"),
         ("first-light", {"gpus": "3x4091"}, "4090"),
         ("first-light", {"gpus": "0x4090"}, "from 1 to 1024"),
+        ("first-light", {"gpus": "4090x3"}, "--gpus 3x4090"),
+        ("first-light", {"gpus": "H100 SXM x 2"}, "--gpus 2xH100 SXM"),
         ("first-light", {"gpus": "3x4090", "links": "x16,x8"}, "names 2 cards"),
         ("first-light", {"gpus": "3x4090", "links": "x3"}, "x1, x2, x4"),
         ("first-light", {"gpus": "3x4090", "host_ram": "lots"}, "host-ram"),

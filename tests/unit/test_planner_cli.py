@@ -31,7 +31,7 @@ def test_json_on_stdout():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("plan", "deepseek-llm-7b", "--gpus", "3x4090", "strategy=zero3"), 3, "such cards"),
+        (("plan", "deepseek-llm-7b", "--gpus", "3x4090", "strategy=zero3"), 3, "Way out: "),
         (("plan", "deepseek-lm-7b"), 2, "deepseek-llm-7b"),
         (("plan",), 2, "deepseek-llm-7b --gpus"),
         (("plan", "first-light", "train.step=3"), 2, "train.steps"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -60,9 +61,14 @@ def recipes() -> list[dict[str, Any]]:
 
     found = []
     for name, path in shipped_recipes().items():
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        found.append({"name": name, "says": first.removeprefix("#").strip(), "file": str(path)})
+        found.append({"name": name, "says": opening(path.read_text(encoding="utf-8")), "file": str(path)})
     return found
+
+
+def opening(text: str) -> str:
+    """Return the paragraph that a recipe's comment opens with, over as many lines as it takes."""
+    lines = takewhile(lambda line: line.startswith("# "), text.splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def cards() -> list[dict[str, Any]]:
@@ -94,6 +100,7 @@ def _section(kind: str, rows: list[dict[str, Any]], width: int) -> str:
             "parameters": [show_count(row["parameters"]) for row in rows],
             "active": [show_count(row["active_parameters"]) for row in rows],
             "context": [str(row["context_tokens"]) for row in rows],
+            "vocabulary": [str(row["vocabulary"]) for row in rows],
         }
     else:
         columns = {

@@ -15,14 +15,15 @@ from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
-from tercet.planner.search import Candidate, Search, moments_of
+from tercet.planner.search import Candidate, Refusal, Search, moments_of
+from tercet.planner.ways import WaysOut, shortage, way_for
 from tercet.spec.adapter import with_adapter
 from tercet.spec.axes.split import either
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
-from tercet.spec.recipe import Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
+from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of
 from tercet.units import show_bytes
 
@@ -97,7 +98,8 @@ def choose(recipe: Recipe, machine: Machine, ranks: int) -> tuple[Strategy, dict
     answer = answer_for(recipe, machine.with_ranks(ranks), deepspeed=find_spec("deepspeed") is not None)
     if not answer["strategies"]:
         why = [f"{r['name']}: {w}" if r["name"] else w for r in answer["refused"][:4] for w in r["why"]]
-        raise NotLegalError(why or ["no strategy is legal"])
+        ways = [way["says"] for way in answer["ways_out"]]
+        raise NotLegalError(why or ["no strategy is legal"], f"It fits with {'; or '.join(ways)}." if ways else None)
     first = answer["strategies"][0]
     rest = {k: v for k, v in answer.items() if k not in ("strategies", "refused")}
     return Strategy(**first["strategy"]), {**rest, **first, "ranks": ranks}
@@ -196,12 +198,13 @@ def answer_for(
     missing = [why for why in missing if why not in untrained]
     section = recipe.strategy
     ranks = min(ranks_of(section, machine.ranks), machine.ranks)
-    found = None if missing else search.run(section, ranks, deepspeed)
+    found = None if missing else search.run(section, ranks, deepspeed, files=ahead)
     strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
-    refused = [
-        {"name": label(r.strategy), "strategy": asdict(r.strategy), "why": r.why}
-        for r in (found.refused if found else [])
-    ]
+    refused = [refusal(search, r, bool(strategies) or not search.open_for_offload(section)) for r in found.refused] if found else []  # fmt: skip
+    ways = []
+    if found and not strategies:
+        quantised = Counts(with_adapter(base, AdapterSection(kind="lora", quantize="nf4"))) if model is base else None
+        ways = [way.to_json() for way in WaysOut(search, section, ranks).all(quantised if ahead else None)]
     if missing:
         refused = [_asked_for(search, recipe, ranks, missing)]
     return {
@@ -225,8 +228,26 @@ def answer_for(
         "refused": refused,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
         "untrained": untrained,
+        "ways_out": ways,
         "error_bars": error_bars(machine),
     }
+
+
+def refusal(search: Search, refused: Refusal, look: bool) -> dict[str, Any]:
+    """Return a refused strategy: why, what is short, and where `look`, the fewest changes with which it fits."""
+    found: dict[str, Any] = {
+        "name": label(refused.strategy),
+        "strategy": asdict(refused.strategy),
+        "why": refused.why,
+        "short": None,
+        "way_out": None,
+    }
+    if refused.tried is not None:
+        found["short"] = dict(zip(("card_bytes", "host_bytes"), search.overflow(refused.tried), strict=True))
+        way = way_for(search, refused.tried) if look else None
+        found["way_out"] = way.to_json() if way else None
+        found["why"] = [shortage(search, refused.tried) + (f"; fits with {way.words}" if way else "")]
+    return found
 
 
 def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -> dict[str, Any]:

@@ -8,14 +8,11 @@ DeepSpeed buffers are what its engine holds (same tests), within rounding; activ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
 from tercet.planner.job import Job, of_strategy
 from tercet.spec.blocks.cost import Kept
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
-from tercet.spec.placement import Held
 from tercet.spec.strategy import Strategy, Work
 
 STATE_ROWS = ("weights", "master", "gradients", "optimizer")
@@ -65,10 +62,10 @@ def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float
     """
     peak: dict[str, float] = dict.fromkeys(STATE_ROWS, 0.0)
     between = dict(peak)
-    for n, held in _held(counts, job, rank):
-        if held.place == "card":
-            peak[held.row] += n * held.bytes
-            between[held.row] += n * held.bytes if held.stays else 0.0
+    for (row, place, stays), size in counts.placed(job.rules(counts.model.frozen, rank)).items():
+        if place == "card":
+            peak[row] += size
+            between[row] += size if stays else 0.0
     return {"between_steps": between, "peak": peak}
 
 
@@ -80,20 +77,13 @@ def away_from_cards(counts: Counts, job: Job) -> dict[str, float]:
     rules = job.rules(counts.model.frozen)
     whole = rules.cut != "rows" and not rules.cut_weights
     found = {"states": 0.0, "gradients": 0.0, "files": 0.0}
-    for n, held in _held(counts, job):
-        if held.place == "card":
+    for (row, place, _), size in counts.placed(rules).items():
+        if place == "card":
             continue
-        ranks = 1 if held.row == "weights" and whole else job.shards
-        kind = "files" if held.place == "file" else "gradients" if held.row == "gradients" else "states"
-        found[kind] += n * held.bytes * ranks
+        ranks = 1 if row == "weights" and whole else job.shards
+        kind = "files" if place == "file" else "gradients" if row == "gradients" else "states"
+        found[kind] += size * ranks
     return found
-
-
-def _held(counts: Counts, job: Job, rank: int = 0) -> Iterator[tuple[int, Held]]:
-    rules = job.rules(counts.model.frozen, rank)
-    for tensor, n in counts.tensors:
-        for held in rules.place(tensor, counts.model.trains(tensor)).held:
-            yield n, held
 
 
 def tensors_at_peak(counts: Counts, job: Job, constants: Constants) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil
 from typing import Any
 
 from tercet.planner.clock import clock, collectives, step_seconds
-from tercet.planner.constants import Constants
+from tercet.planner.constants import Constants, about
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import host_rows, moments, phases
 from tercet.planner.legal import refusals
@@ -17,10 +17,10 @@ from tercet.spec.counts import Counts
 from tercet.spec.machine import Machine
 from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Recompute, Strategy, Work
-from tercet.units import show_bytes
 
 LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
+HOST_STEP = 4 * 2**30  # host memory that is no reason to take another strategy
 UNMEASURED_MICRO_TOKENS = 8192  # where no speed is known, about where CPUs stop gaining
 
 
@@ -44,6 +44,11 @@ class Candidate:
         return self.job.step_tokens / self.seconds if self.seconds else None
 
     @property
+    def effort(self) -> tuple[Any, ...]:
+        """What decides between speeds that a prediction cannot tell apart: an extra install, then host memory."""
+        return self.strategy.engine == "deepspeed", round(self.host_need / HOST_STEP)
+
+    @property
     def group(self) -> tuple[Any, ...]:
         """What makes two candidates one line of the table: all but micro-batch."""
         s = self.strategy
@@ -65,16 +70,35 @@ class Candidate:
         return (recompute, self.sent, self.strategy.zero, far, -self.strategy.micro_batch)
 
 
+def near() -> float:
+    """Return the relative difference in speed that predictions cannot tell apart: half of all rows miss by more."""
+    return about().get("tokens_median", 0.05)
+
+
 def _log(value: float) -> float:
     from math import log
 
     return log(value)
 
 
+def ranked(found: Iterable[Candidate], near: float) -> list[Candidate]:
+    """Return candidates fastest first; of those within `near` of the fastest that is left, the least effort first."""
+    left, result = sorted(found, key=Candidate.order), []
+    while left:
+        bar = (left[0].tokens_per_second or 0.0) / (1 + near)
+        same = [c for c in left if (c.tokens_per_second or 0.0) >= bar]
+        result += sorted(same, key=lambda c: (c.effort, c.order())) if bar else same
+        left = [c for c in left if c not in same]
+    return result
+
+
 @dataclass(frozen=True)
 class Refusal:
+    """`tried` is what does not fit; None where the strategy is not legal here."""
+
     strategy: Strategy
     why: list[str]
+    tried: Candidate | None = None
 
 
 @dataclass(frozen=True)
@@ -115,19 +139,25 @@ class Search:
     def fits(self, candidate: Candidate) -> bool:
         return self.overflow(candidate) == (0, 0)
 
-    def run(self, section: StrategySection, ranks: int, deepspeed: bool = False) -> Found:
+    def open_for_offload(self, section: StrategySection) -> bool:
+        """Whether the section leaves it to the search to move the optimizer to the host."""
+        frozen = self.counts.model.frozen  # adapters have no states worth moving
+        return self.machine.card is not None and not frozen and not OPEN_FOR_OFFLOAD & section.model_fields_set
+
+    def run(self, section: StrategySection, ranks: int, deepspeed: bool = False, files: bool = False) -> Found:
         """Return all groups of strategies that the section leaves open on `ranks` workers.
 
         Offload to the host is tried too where the machine has cards and the section leaves it open; with DeepSpeed's
-        engine if `deepspeed`.
+        engine if `deepspeed`, and in its files on NVMe if `files` and the cards alone do not hold the states.
         """
         best: dict[tuple[Any, ...], Candidate] = {}
         too_large: dict[tuple[Any, ...], Candidate] = {}
         illegal: dict[str, Refusal] = {}
         every = strategies(section, ranks, self.work, self.counts.model.frozen)
-        frozen = self.counts.model.frozen  # adapters have no states worth moving
-        if self.machine.card is not None and not frozen and not OPEN_FOR_OFFLOAD & section.model_fields_set:
-            every = chain(every, offloaded(section, ranks, self.work, deepspeed))
+        if self.open_for_offload(section):
+            every = list(every)
+            files = files and deepspeed and not any(self.fits(self.candidate(s)) for s in every if s.micro_batch == 1)
+            every = chain(every, offloaded(section, ranks, self.work, deepspeed, files))
         for strategy in every:
             why = refusals(self.counts.model, strategy, self.work, self.machine)
             if why:
@@ -139,99 +169,14 @@ class Search:
             better = known is None or (found.order() < known.order() if chosen is best else found.need < known.need)
             if better:
                 chosen[found.group] = found
-        fits = _distinct(sorted(best.values(), key=Candidate.order))
+        fits = ranked(_distinct(sorted(best.values(), key=Candidate.order)), near())
         refused = [r for r in illegal.values() if not fits or r.strategy.micro_batch == 1]
         refused += [
-            Refusal(c.strategy, [self.explain(c)])
+            Refusal(c.strategy, [], c)
             for group, c in sorted(too_large.items(), key=lambda item: item[1].need)
             if group not in best
         ]
         return Found(fits, refused)
-
-    # --------------------------------------------------------------------------------------- the way out
-
-    def explain(self, candidate: Candidate) -> str:
-        """Say by how much a strategy does not fit, and the smallest change that would make it fit."""
-        card, host = self.overflow(candidate)
-        where = "card" if self.machine.card is not None else "process"
-        if card:
-            usable = self.machine.card.usable_bytes  # type: ignore[union-attr]
-            words = (
-                f"needs {show_bytes(candidate.need)} per {where} at micro-batch {candidate.strategy.micro_batch}, "
-                f"{show_bytes(usable)} are usable: {show_bytes(card)} too much"
-            )
-        else:
-            limited = f" (limited by {self.machine.host_limit})" if self.machine.host_limit else ""
-            words = (
-                f"needs {show_bytes(candidate.host_need)} of host RAM, {show_bytes(self.machine.host_bytes or 0)} are "
-                f"there{limited}: {show_bytes(host)} more needed"
-            )
-        return f"{words}; {self.way_out(candidate)}"
-
-    def way_out(self, candidate: Candidate) -> str:
-        """Return the smallest change by which it fits: of the card's memory, or of the host's where only that is short."""
-        strategy = candidate.strategy
-        card, host = self.overflow(candidate)
-        if host and not card:
-            files = self._in_files(strategy) if strategy.engine == "deepspeed" else None
-            return files or f"add {show_bytes(host)} of host RAM or take a smaller model"
-        for recompute in LEVELS[LEVELS.index(strategy.recompute) + 1 :]:
-            other = self.candidate(replace(strategy, recompute=recompute))
-            if self.fits(other):
-                return f"recompute: {recompute} saves {show_bytes(candidate.need - other.need)} and fits"
-        for zero in range(strategy.zero + 1, 4) if strategy.ranks > 1 else ():
-            other = self.candidate(_with_zero(strategy, zero))
-            if self.fits(other):
-                return f"zero: {zero} saves {show_bytes(candidate.need - other.need)} and fits"
-        if strategy.engine == "deepspeed" and host:
-            files = self._in_files(strategy)
-            if files is not None:
-                return files
-        tokens = self.work.sequence_tokens // 2
-        while tokens >= 256:
-            if self.fits(self.candidate(strategy, replace(self.work, sequence_tokens=tokens))):
-                return f"{tokens} instead of {self.work.sequence_tokens} tokens per sequence fits"
-            tokens //= 2
-        return self._more_hardware(strategy)
-
-    def _in_files(self, strategy: Strategy) -> str | None:
-        """Say whether files on NVMe instead of host memory would let it fit, and how fast it then is."""
-        for weights in ("none", "nvme"):
-            if strategy.offload_weights != "none" and weights == "none":
-                continue
-            base = replace(_with_zero(strategy, 3), recompute="full", offload_optimizer="nvme", offload_weights=weights)
-            tried = [
-                self.candidate(replace(base, micro_batch=n)) for n in micro_batches(strategy.mesh.data_ranks, self.work)
-            ]
-            fitting = [c for c in tried if self.fits(c)]
-            if fitting:
-                other = min(fitting, key=Candidate.order)
-                keys = "strategy.engine=deepspeed strategy.zero=3 strategy.offload.optimizer=nvme"
-                keys += " strategy.offload.weights=nvme" if weights == "nvme" else ""
-                speed = f", {other.tokens_per_second:.0f} tokens/s" if other.tokens_per_second else ""
-                return f"{keys} keeps it in files and fits ({show_bytes(other.host_need)} of host RAM{speed})"
-        return None
-
-    def _more_hardware(self, strategy: Strategy) -> str:
-        zero = 3 if strategy.ranks > 1 or strategy.engine == "deepspeed" else 0
-        smallest = self.candidate(_with_zero(replace(strategy, recompute="full", micro_batch=1), zero))
-        for ranks in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-            if ranks <= strategy.ranks or self.machine.card is None:
-                continue
-            more = _with_zero(replace(strategy, ranks=ranks, recompute="full", micro_batch=1), 3)
-            search = Search(
-                self.counts,
-                replace(self.work, batch_sequences=max(self.work.batch_sequences, ranks)),
-                replace(self.machine, ranks=ranks, lanes=None),
-                self.constants,
-            )
-            if search.fits(search.candidate(more)):
-                return f"{ranks} such cards with zero: 3 and recompute: full would fit"
-        card, host = self.overflow(smallest)
-        if card:
-            name = f"zero: {zero} with recompute: full" if zero else "recompute: full"
-            return f"even {name} needs {show_bytes(card)} more per card: take a smaller model"
-        return f"with zero: {zero}, recompute: full and micro-batch 1 add {show_bytes(host)} of host RAM or take a smaller model"
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:
@@ -246,7 +191,7 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
     return found
 
 
-def _with_zero(strategy: Strategy, zero: int) -> Strategy:
+def with_zero(strategy: Strategy, zero: int) -> Strategy:
     return replace(strategy, zero=zero, reduce_gradients="every_micro_batch" if zero >= 2 else "once_per_step")
 
 
@@ -308,14 +253,22 @@ OPEN_FOR_OFFLOAD = {
 }
 
 
-def offloaded(section: StrategySection, ranks: int, work: Work, deepspeed: bool) -> Iterator[Strategy]:
-    """Yield the strategies with the optimizer, or the weights too, in host memory. Native's hold both or neither."""
+def offloaded(
+    section: StrategySection, ranks: int, work: Work, deepspeed: bool, files: bool = False
+) -> Iterator[Strategy]:
+    """Yield the strategies with the optimizer, or the weights too, in host memory. Native's hold both or neither.
+
+    `files`: also those with them in files on NVMe, which is DeepSpeed's zero 3 alone.
+    """
     zeros = [2, 3] if section.zero == "auto" else [z for z in (section.zero,) if z in (2, 3)]
     recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
-    kinds = [("deepspeed", z, w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]] if deepspeed else []
-    kinds += [("native", z, "none") for z in (zeros if ranks > 1 else [0])]
-    for engine, zero, weights in kinds:
+    kinds = [("native", z, "cpu", "none") for z in (zeros if ranks > 1 else [0])]
+    if deepspeed:
+        kinds += [("deepspeed", z, "cpu", w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]]
+    if files and 3 in zeros:
+        kinds += [("deepspeed", 3, "nvme", w) for w in ("none", "nvme")]
+    for engine, zero, optimizer, weights in kinds:
         for recompute in recomputes:
             for micro in micros:
                 yield Strategy(
@@ -325,7 +278,7 @@ def offloaded(section: StrategySection, ranks: int, work: Work, deepspeed: bool)
                     micro_batch=micro,
                     recompute=recompute,
                     reduce_gradients="every_micro_batch" if zero else "once_per_step",
-                    offload_optimizer="cpu",
+                    offload_optimizer=optimizer,
                     offload_weights=weights,
                 )
 

@@ -1,4 +1,4 @@
-"""The answer as text: the verdict and what to do about it in three lines, then tables that fit the terminal."""
+"""The answer as text: the verdict and what to do about it in the first lines, then tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -61,15 +61,23 @@ def verdict(answer: dict[str, Any], width: int) -> str:
     what = f"{answer['model']['name']} on {place(answer)}"
     if not answer["strategies"]:
         closest = (answer["refused"] or [{"name": "", "why": ["nothing is legal"]}])[0]
-        reason, _, way_out = closest["why"][0].partition("; ")
+        reason = closest["why"][0].partition("; fits with ")[0]
         name = f"{closest['name']} " if closest["name"] else ""
-        lines = [f"DOES NOT FIT: {what}", f"{name}{reason}", f"Way out: {way_out}" if way_out else ""]
+        lines = [f"DOES NOT FIT: {what}", f"{name}{reason}", *ways_out(answer)]
         return "\n".join(wrapped(line, width) for line in lines if line)
     best = answer["strategies"][0]
     lines = [f"FITS: {what}", figures(best, answer)]
     if answer.get("untrained"):
         lines.append(f"Predicted only, this version does not train it: {answer['untrained'][0].partition(',')[0]}")
     return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
+
+
+def ways_out(answer: dict[str, Any]) -> list[str]:
+    """Return a line per change that makes it fit; each was planned with before it is named."""
+    ways = [way["says"] for way in answer["ways_out"]]
+    if not ways:
+        return ["No way out on such cards: take a smaller model"] if answer["refused"] else []
+    return [f"Way out: {ways[0]}", *(f"or: {way}" for way in ways[1:])]
 
 
 def place(answer: dict[str, Any]) -> str:
@@ -82,13 +90,15 @@ def figures(best: dict[str, Any], answer: dict[str, Any]) -> str:
     machine = answer["machine"]
     usable = f" of {gib(best['usable_bytes'])}" if best["usable_bytes"] else ""
     words = [f"{gib(best['card_bytes'])}{usable} GiB/{'card' if machine['card'] else 'rank'}"]
-    there = f" of {gib(machine['host_bytes'])}" if machine["host_bytes"] else ""
-    words.append(f"{gib(best['host_bytes'])}{there} GiB RAM")
+    if machine["host_bytes"]:
+        words.append(f"{gib(best['host_bytes'])} of {gib(machine['host_bytes'])} GiB RAM")
     speed = best["tokens_per_second"]
     words.append(f"{thousands(speed)} tokens/s" if speed else "speed unknown (tercet doctor)")
     if "total_seconds" in best:
         length = answer.get("run", {}).get("says") or best["for"].replace("a billion", "1 B")
         words.append(f"{length}: {show_seconds(best['total_seconds'])}")
+    if not machine["host_bytes"]:
+        words.append(f"if the host has {gib(best['host_bytes'])} GiB (not checked)")
     return ", ".join(words)
 
 
@@ -132,7 +142,8 @@ def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], wid
     while table_width(columns) > width and waiting:
         del columns[waiting.pop(0)]
     what = f"; time: {strategies[0]['for']}" if "time" in columns and "for" in strategies[0] else ""
-    return f"What fits, fastest first (GiB per {rank} and of the host{what}):\n{grid(columns)}"
+    order = "fastest first; within the plan's error, least host memory"
+    return "\n".join([wrapped(f"What fits, {order} (GiB per {rank} and of the host{what}):", width), grid(columns)])
 
 
 def memory_table(strategies: list[dict[str, Any]], width: int) -> str:

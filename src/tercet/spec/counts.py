@@ -10,6 +10,7 @@ from tercet.spec.axes.split import chunk
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.blocks.mtp import MTP
 from tercet.spec.model import Layer, Model, Tensor
+from tercet.spec.placement import Place, Row, Rules
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Counts:
         self.kinds = [self._kind(layer, n) for layer, n in _grouped((*model.layers, *model.mtp))]
         self._buckets: dict[float, int] = {}
         self._padded: dict[int, int] = {}
+        self._placed: dict[Rules, dict[tuple[Row, Place, bool], float]] = {}
         self.blocks = len(model.layers) + len(model.mtp)
 
     def _kind(self, layer: Layer | MTP, count: int) -> LayerKind:
@@ -112,6 +114,17 @@ class Counts:
             rows = ((chunk(t.shape[0], ranks)[0], t.parameters // t.shape[0], n) for t, n in self.tensors)
             self._padded[ranks] = sum(held * row * n for held, row, n in rows)
         return self._padded[ranks]
+
+    def placed(self, rules: Rules) -> dict[tuple[Row, Place, bool], float]:
+        """Return the bytes that a rank places, by (row, place, whether they stay between steps); summed once per rules."""
+        if rules not in self._placed:
+            found: dict[tuple[Row, Place, bool], float] = {}
+            for tensor, n in self.tensors:
+                for held in rules.place(tensor, self.model.trains(tensor)).held:
+                    key = held.row, held.place, held.stays
+                    found[key] = found.get(key, 0.0) + n * held.bytes
+            self._placed[rules] = found
+        return self._placed[rules]
 
     def held_tensors(self, ranks: int, rank: int) -> int:
         """Return of how many tensors a rank holds at least one row."""

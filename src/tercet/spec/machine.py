@@ -265,9 +265,22 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     if not match:
         raise InputError(f"--gpus {text!r} names no card", "For example: --gpus 3x4090")
     count = int(match[1] or 1)
-    if not 1 <= count <= 1024:
-        raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to 1024")
-    return count, find_gpu(match[2])
+    turned = re.match(r"^\s*(\S.*?)\s*[x×*]\s*(\d+)\s*$", text)
+    try:
+        if not 1 <= count <= 1024:
+            raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to 1024")
+        return count, find_gpu(match[2])
+    except InputError as error:
+        if turned and _is_card(turned[1]):
+            raise InputError(error.message, f"The number comes first: --gpus {turned[2]}x{turned[1]}") from None
+        raise
+
+
+def _is_card(name: str) -> bool:
+    try:
+        return bool(find_gpu(name))
+    except InputError:
+        return False
 
 
 def parse_links(text: str, count: int) -> tuple[int, ...]:

@@ -205,10 +205,9 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"{work.batch_sequences}; the largest micro-batch is {fits}"
         )
     if work.sequence_tokens > model.context_tokens:
-        longer = f"; set model.context_tokens={work.sequence_tokens} to extend it" if model.module == "tercet" else ""
         why.append(
-            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} "
-            f"tokens{longer}"
+            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens "
+            "(model.context_tokens)"
         )
     if strategy.compile and strategy.recompute != "none":
         why.append(

@@ -15,6 +15,7 @@ from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
 from tercet.planner.table import need_line
+from tercet.planner.ways import shortage, way_for
 from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
 from tercet.spec.families import describe
@@ -102,7 +103,8 @@ def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[s
     why = not_built(recipe) + refusals(search.counts.model, strategy, work, here)
     candidate = search.candidate(strategy)
     if not search.fits(candidate):
-        why.append(search.explain(candidate))
+        way = way_for(search, candidate)
+        why.append(shortage(search, candidate) + (f"; fits with {way.words}" if way else ""))
     found = predict(recipe, strategy, here)
     if strategy.recompute == "none":
         found["recomputing"] = predict(recipe, replace(strategy, recompute="full"), here)
