@@ -19,7 +19,7 @@ from tercet.model.balance import Balancer
 from tercet.model.decode import generate
 from tercet.parallel.mesh import lay_out
 from tercet.spec.mesh import TOKENS
-from tercet.spec.optimizers.adamw import MOMENTS
+from tercet.spec.optimizers.adamw import MOMENTS, scale_of
 
 
 class EngineBase:
@@ -28,6 +28,7 @@ class EngineBase:
     module: Any  # called like a Decoder
     balancer: Balancer
     config: dict[str, Any] | None = None  # what another library was told, as it was told
+    reads_blocks = False  # whether it takes saved moments that are in eight bits
 
     def __init__(self, setup: EngineSetup):
         self.spec, self.strategy, self.seed = setup.spec, setup.strategy, setup.seed
@@ -117,10 +118,16 @@ class EngineBase:
     def _open_saved(self, folder: Path) -> Reader:
         """Return the reader of a save that holds exactly this model's state. Raises InputError for another's."""
         reader = Reader(folder)
+        in_blocks = {f"{scale_of(m)}/{t.name}" for m in MOMENTS for t in self.spec.tensors()} & reader.keys()
+        if in_blocks and not self.reads_blocks:
+            raise InputError(
+                f"{folder}: the moments are in eight bits, which only strategy.engine=native reads",
+                "Resume with the native engine.",
+            )
         wanted = {f"{what}/{t.name}" for t in self.spec.tensors() for what in ("weights", *MOMENTS)}
         wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
-        if reader.keys() != wanted:
-            missing, extra = sorted(wanted - reader.keys()), sorted(reader.keys() - wanted)
+        if (found := reader.keys() - in_blocks) != wanted:
+            missing, extra = sorted(wanted - found), sorted(found - wanted)
             raise InputError(
                 f"{folder}: the saved state does not match the model: missing {missing[:6]}, unexpected {extra[:6]}",
                 "Resume with the recipe of that run.",

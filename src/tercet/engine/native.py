@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
+from tercet.engine.adamw import RowAdamW, fresh_state, restore_moment, saved_moments
 from tercet.engine.base import EngineBase, once_each
 from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
@@ -30,12 +31,14 @@ from tercet.parallel.recompute import recompute
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.mesh import SAME_TOKENS
 from tercet.spec.model import Tensor as Description
-from tercet.spec.optimizers.adamw import MOMENTS
+from tercet.spec.optimizers.adamw import MOMENTS, scale_of
 from tercet.spec.strategy import Strategy
 
 
 class NativeEngine(EngineBase):
     """Implements tercet.engine.Engine for zero 0 to 3."""
+
+    reads_blocks = True
 
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
@@ -54,8 +57,10 @@ class NativeEngine(EngineBase):
 
             check_documents(self.module, self.spec, self.world.device)
             self.layout.end_evaluation()
-        self.optimizer = build_optimizer(self.layout.parts, setup.optim)
-        self._make_moments()
+        self.optimizer = build_optimizer(self.layout.parts, setup.optim, setup.seed)
+        for part in self.layout.parts:
+            # Made now, not at the first step: what is held is then the same at every moment.
+            self.optimizer.state[part.value] = fresh_state(part.value, setup.optim.name == "adamw-8bit")
         check_formats(setup.precision, "native", self._formats())
 
     # ------------------------------------------------------------------------------------------------ building
@@ -74,14 +79,14 @@ class NativeEngine(EngineBase):
             if weights is None or not sharded:
                 start = self._start(t, weights)
                 if masters is None:
-                    return start.to(self.world.device, torch.float32)
+                    return start.to(self.world.device, self._precision.kept)
                 # The card never holds the fp32 model, not even now: it gets what computes, tensor by tensor.
                 masters[name] = pinned(start, self.world)
                 return masters[name].to(self.world.device, self._precision.compute, copy=True)
             # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
             # touched, and memory of the host that was never touched is not there.
             begin, end = chunk_rows(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
-            value = torch.empty(t.shape, dtype=torch.float32, device=self.world.device)
+            value = torch.empty(t.shape, dtype=self._precision.kept, device=self.world.device)
             value[begin:end] = weights.rows(name, begin, end)
             return value
 
@@ -122,23 +127,17 @@ class NativeEngine(EngineBase):
         with torch.device("meta"):
             return Decoder(self.spec)
 
-    def _make_moments(self) -> None:
-        """Allocate the moments now, not at the first step: what is held is then the same at every moment."""
-        for part in self.layout.parts:
-            state = self.optimizer.state[part.value]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=part.value.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(part.value)
-
     def _formats(self) -> Iterator[Held]:
         """Yield what is held and in which format. Shards are the masters: what computes is gathered from them."""
         sharded = self.world.mesh.shard > 1
         weights = ((name, p.dtype) for name, p in self.module.named_parameters())
-        yield from held("weight", weights, torch.float32 if sharded else self._precision.compute)
+        yield from held("weight", weights, self._precision.kept if sharded else self._precision.compute)
         for part in self.layout.parts:
             state = self.optimizer.state[part.value]
-            yield from held("master", [(part.name, part.value.dtype)], torch.float32)
-            yield from held("moment", [(part.name, state[m].dtype) for m in MOMENTS if m in state], torch.float32)
+            yield from held("master", [(part.name, part.value.dtype)], self._precision.kept)
+            yield from held(
+                "moment", [(part.name, state[m].dtype) for m in MOMENTS if scale_of(m) not in state], torch.float32
+            )
         yield from held("balance", [(name, t.dtype) for name, t in self.balancer.state()], torch.float32)
 
     # ------------------------------------------------------------------------------------------------ the verbs
@@ -182,6 +181,8 @@ class NativeEngine(EngineBase):
             scale_gradients(parts, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if isinstance(self.optimizer, RowAdamW):
+            self.optimizer.updates = self._updates
         self.optimizer.step()
         for part in parts:
             if part.value.grad is None:
@@ -231,7 +232,7 @@ class NativeEngine(EngineBase):
                 continue
             state = self.optimizer.state[part.value]
             found.append((f"weights/{part.name}", part.value[cut], begin))
-            found += [(f"{m}/{part.name}", state[m][cut], begin) for m in MOMENTS]
+            found += [(f"{what}/{part.name}", tensor[cut], begin) for what, tensor in saved_moments(state)]
         if self.world.rank == 0:  # equal on all ranks
             found += [(f"balance/{name}", tensor, 0) for name, tensor in self.balancer.state()]
         return found
@@ -257,7 +258,7 @@ class NativeEngine(EngineBase):
         for part in self.layout.parts:
             reader.read_into(f"weights/{part.name}", part.begin, part.value)
             for moment in MOMENTS:
-                reader.read_into(f"{moment}/{part.name}", part.begin, self.optimizer.state[part.value][moment])
+                restore_moment(self.optimizer.state[part.value], moment, reader, part)
         self._restore_counts(reader)
         if self._scaler:
             self._scaler.restore(reader.position)

@@ -7,20 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tercet.engine.adamw import RowAdamW
 from tercet.parallel.part import Part
 from tercet.spec.recipe import OptimSection
 
 UNDECAYED = frozenset(("norm", "bias"))  # decaying a scale or a shift pulls it to a value that means nothing
 
 
-def build_optimizer(parts: Sequence[Part], optim: OptimSection) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) over the parts' fp32 values."""
+def build_optimizer(parts: Sequence[Part], optim: OptimSection, seed: int = 0) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) over the parts' values: torch's fused one where all
+    is fp32, else ours. `seed` is that of stochastic rounding."""
     decayed = [p.value for p in parts if p.description.kind not in UNDECAYED]
     others = [p.value for p in parts if p.description.kind in UNDECAYED]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-    )
+    groups = [g for g in groups if g["params"]]
+    settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "adamw" and all(p.value.dtype == torch.float32 for p in parts):
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    return RowAdamW(groups, parts, seed, **settings)
 
 
 def square_sum(parts: Sequence[Part]) -> Tensor:

@@ -24,7 +24,7 @@ from tercet.spec.model import Model
 
 
 class Replicated(Layout):
-    """Layout of zero 0. Build on a module that holds fp32 values on the device.
+    """Layout of zero 0. Build on a module that holds the kept values (fp32, or bf16 without masters) on the device.
 
     With `masters`, fp32 values in host memory by name, the module holds what computes alone. Masters, their moments
     and a copy of the gradients then stay on the host: after the last micro-batch the summed gradients go there, the
@@ -125,7 +125,7 @@ class Replicated(Layout):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter)."""
         for part in self.parts:
-            yield part.name, part.value
+            yield part.name, part.value.float()
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank holds now, by ledger row."""

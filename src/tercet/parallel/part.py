@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tercet.spec.model import Tensor as Description
@@ -18,12 +19,17 @@ def chunk_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass
 class Part:
-    """`value` is fp32 (end - begin, …), a leaf that the optimizer steps; `.grad` is set before each update."""
+    """`value` (end - begin, …), a leaf that the optimizer steps: fp32, or bf16 where no master stands beside it. Its
+    `.grad`, fp32, is set before each update."""
 
     description: Description
     begin: int
     end: int
     value: Tensor
+
+    def __post_init__(self) -> None:
+        if self.value.dtype != torch.float32:
+            self.value.grad_dtype = torch.float32  # type: ignore[attr-defined]
 
     @property
     def name(self) -> str:

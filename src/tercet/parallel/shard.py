@@ -14,6 +14,7 @@ Every parameter is cut along its first dimension, in fp32; what is computed with
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -82,7 +83,12 @@ class Sharded(Layout):
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
         shard = world.mesh.position(world.rank)["shard"]
+        # Without masters FSDP2 would hold gradients in the weights' own bf16 and add micro-batches up in it.
+        self._sums: dict[str, Tensor] = {}
+        self._own_sums = precision.kept != torch.float32
         for name, parameter in self._parameters.items():
+            if self._own_sums:
+                parameter.register_post_accumulate_grad_hook(partial(self._add_up, name))
             begin, end = chunk_rows(parameter.shape[0], world.mesh.shard, shard)
             if end > begin:
                 self.parts.append(Part(descriptions[name], begin, end, parameter.to_local().detach()))
@@ -95,13 +101,26 @@ class Sharded(Layout):
         if self._keep_weights:
             self.module.set_reshard_after_backward(last)
 
+    def _add_up(self, name: str, parameter: Tensor) -> None:
+        """Take a micro-batch's reduced gradient over into this rank's fp32 sum."""
+        assert isinstance(parameter.grad, DTensor)
+        found, parameter.grad = parameter.grad.to_local(), None
+        if name in self._sums:
+            self._sums[name] += found
+        else:
+            self._sums[name] = found.float()
+
     def finish_gradients(self) -> None:
         for part in self.parts:
+            if self._own_sums:
+                part.value.grad = self._sums.get(part.name)
+                continue
             grad = self._parameters[part.name].grad
             part.value.grad = None if grad is None else grad.to_local()  # type: ignore[union-attr]
 
     def end_step(self) -> None:
         """Drop the gradients: between steps only weights and optimizer are held."""
+        self._sums.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
         for part in self.parts:
@@ -127,7 +146,7 @@ class Sharded(Layout):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole fp32 parameter), gathered one at a time; every rank must run through all of them."""
         for name, parameter in self._parameters.items():
-            yield name, parameter.full_tensor()
+            yield name, parameter.full_tensor().float()
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank holds now, by ledger row."""
@@ -136,6 +155,7 @@ class Sharded(Layout):
         rows[shards] += [p.to_local() for p in self._parameters.values()]
         gradients = [p.grad for p in self._parameters.values()]
         rows["pinned" if self.on_host else "gradients"] += [g.to_local() for g in gradients if isinstance(g, DTensor)]
+        rows["gradients"] += self._sums.values()
         gathered = _gathered(self._fsdp_modules())
         if gathered is None:  # not measured: a row without it would be wrong, one that is missing is unknown
             del rows["weights"], rows["gradients"]

@@ -143,7 +143,8 @@ def read_recipe(
         base = "nf4" if read.adapter.quantize == "nf4" else "bf16"
         assumed.append(f"adapters of rank {read.adapter.rank} on {read.adapter.targets}, fp32, beside a {base} base")
     elif "train.precision" not in keys:
-        assumed.append("bf16 weights with fp32 master copies, AdamW in fp32 (train.precision=)")
+        moments = "fp32" if read.optim.name == "adamw" else "eight bits"
+        assumed.append(f"bf16 weights with fp32 master copies, AdamW in {moments} (train.precision=, optim.name=)")
     if method is None and read.adapter.kind == "none":
         assumed.append("all parameters are trained (--method)")
     return read, assumed

@@ -42,6 +42,10 @@ NORM_BYTES = {"eager": 42, "native": 34, "compiled": 8, "fused": 8}
 CHAIN_BYTES = {"eager": 8, "native": 7, "compiled": 3, "fused": 3}
 ELEMENTWISE_BACKWARD = 1.7  # times the forward's bytes
 
+# Bytes per parameter that our own AdamW (engine/adamw.py) moves beyond a fused one's, its operators' operands summed:
+# the update itself, codes read and written, rounding by chance.
+ROWS_UPDATE_BYTES, CODES_BYTES, CHANCE_BYTES = 80, 110, 85
+
 ATTENTION_BACKWARD = 2.5  # times the forward's FLOPs: five matmuls instead of two (arXiv 2205.14135)
 
 
@@ -206,6 +210,8 @@ def optimizer_seconds(counts: Counts, job: Job, machine: Machine, speed: Rates, 
     if machine.card is None and "cpu_adam" in machine.measured:  # measured with all cores, which the ranks share
         return own * machine.ranks / machine.measured["cpu_adam"]
     moved = 2 * (job.master_bytes or job.weight_bytes) + 2 * job.state_bytes + 3 * job.gradient_bytes + job.weight_bytes
+    if job.state_blocks or job.rounds_by_chance:
+        moved += ROWS_UPDATE_BYTES + CODES_BYTES * job.state_blocks + CHANCE_BYTES * job.rounds_by_chance
     return own * moved / speed.memory
 
 

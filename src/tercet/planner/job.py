@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tercet.spec.optimizers.adamw import COUNT_BYTES
+from tercet.spec.optimizers.blocks import BLOCK
 from tercet.spec.placement import Place, Rules
 from tercet.spec.strategy import Strategy, Work
 
@@ -35,6 +36,8 @@ class Job:
     master_bytes: float = 0
     gradient_bytes: float = 4
     state_bytes: float = 8
+    state_blocks: bool = False  # the optimizer's states are ours in eight bits (spec/optimizers/blocks.py)
+    rounds_by_chance: bool = False  # bf16 weights without masters, updated by us
     activation_bytes: int = 2
     matmul: str = "bf16"  # key of Gpu.flops; fp32 on the CPU
     # Of a frozen base (spec/adapter.py) per parameter; 0.5 + scales for nf4.
@@ -95,6 +98,7 @@ class Job:
             master=self.master_bytes,
             gradient=self.gradient_bytes,
             states=self.state_bytes,
+            in_blocks=self.state_blocks,
             frozen=self.frozen_bytes,
             frozen_outside=self.outer_frozen_bytes,
             cut_weights=self.zero == 3,
@@ -108,7 +112,12 @@ class Job:
             return replace(rules, cut=cut, cut_gradients=self.zero == 3)
         if self.deepspeed:
             return self._deepspeed_rules(rules)
-        native = replace(rules, count=COUNT_BYTES, masters_in="host" if away else "card")
+        native = replace(
+            rules,
+            count=COUNT_BYTES,
+            masters_in="host" if away else "card",
+            pads_gradients=bool(self.master_bytes) or self.weight_bytes == 4,
+        )
         if self.zero == 0 or self.shards == 1:
             return replace(native, gradients_stay=self.flat_buffers)
         return replace(native, cut="rows", cut_gradients=self.accumulation == 1 or self.reduce_every_micro_batch)
@@ -149,7 +158,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
     `module`: Model.module; `frozen`: adapters alone are trained, in fp32, beside a base in the working format or nf4.
     """
     ours = module == "tercet"
-    wide = work.precision == "fp32"
+    wide, in_blocks = work.precision == "fp32", work.optimizer == "adamw-8bit"
     offload = {
         what
         for what, where in (
@@ -177,12 +186,14 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         accumulation=accumulation,
         zero=strategy.zero,
         weight_bytes=4 if wide or frozen else 2,
-        master_bytes=0 if wide or frozen else 4,
+        master_bytes=0 if wide or frozen or work.precision == "bf16-pure" else 4,
         gradient_bytes=4,
         frozen_bytes=NF4_BYTES if work.quantize == "nf4" else 4 if wide else 2,
         outer_frozen_bytes=4 if wide else 2,
         quantized=work.quantize == "nf4",
-        state_bytes=8,
+        state_bytes=2 * (1 + 4 / BLOCK) if in_blocks else 8,
+        state_blocks=in_blocks,
+        rounds_by_chance=work.precision == "bf16-pure",
         activation_bytes=4 if wide else 2,
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
         recompute=strategy.recompute,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from tercet.spec.axes.split import chunk
 from tercet.spec.model import Tensor
+from tercet.spec.optimizers.blocks import moment_bytes
 
 Row = Literal["weights", "master", "gradients", "optimizer"]
 Place = Literal["card", "host", "file"]
@@ -73,6 +74,8 @@ class Rules:
     gradient: float = 4
     states: float = 8
     count: float = 0  # bytes per tensor beside the states
+    in_blocks: bool = False  # states in eight bits with scales (spec/optimizers/blocks.py), whatever `states` says
+    pads_gradients: bool = True  # gradients by rows have the shards' padding
     frozen: float = 2
     frozen_outside: float = 2  # embedding and head
     # what is cut, where `cut` is not whole
@@ -106,9 +109,14 @@ class Rules:
         return (
             Held("weights", self.weight * n, self.weights_in),
             Held("master", master * n, self.masters_in),
-            Held("optimizer", self.states * n + self.count, self.states_in),
+            Held("optimizer", self._states(tensor, tensor.shape[0]), self.states_in),
             *(Held("gradients", self.gradient * n, place, self.gradients_stay) for place in self.gradients_in),
         )
+
+    def _states(self, tensor: Tensor, rows: int) -> float:
+        if self.in_blocks:
+            return 2 * moment_bytes(tensor.shape, rows) + self.count
+        return self.states * rows * (tensor.parameters // tensor.shape[0]) + self.count
 
     def _by_rows(self, tensor: Tensor, where: Region) -> tuple[Held, ...]:
         """Shards are stored in the master's format; weights are gathered for a step unless each use gathers them."""
@@ -117,10 +125,11 @@ class Rules:
         shard: Row = "master" if self.master else "weights"
         held = [Held(shard, (self.master or self.weight) * stored, self.masters_in)]
         if where.rows:
-            held.append(Held("optimizer", self.states * where.rows * row + self.count, self.states_in))
+            held.append(Held("optimizer", self._states(tensor, where.rows), self.states_in))
         if not self.cut_weights:  # a gather writes every shard's padding too
             held.append(Held("weights", self.weight * stored * self.parts, stays=False))
-        elements = stored if self.cut_gradients else tensor.parameters
+        shard_gradients = stored if self.pads_gradients else where.rows * row
+        elements = shard_gradients if self.cut_gradients else tensor.parameters
         places = self.gradients_in if self.cut_gradients else ("card", *self.gradients_in)
         held += [
             Held("gradients", self.gradient * (stored if place == "host" else elements), place, stays=False)

@@ -193,6 +193,7 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"strategy.offload.weights: {strategy.offload_weights} needs weights that are sharded over several ranks "
             "(zero 1, 2 or 3); strategy.offload.optimizer=cpu works without"
         )
+    why += _why_not_number_formats(model, strategy, work)
     if strategy.zero < 2 and strategy.reduce_gradients == "every_micro_batch" and strategy.ranks > 1:
         why.append(
             f"strategy.reduce_gradients: every_micro_batch needs sharded gradients (zero 2 or 3), not zero {strategy.zero}"
@@ -216,6 +217,25 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
         )
     if model.module != "tercet":
         why += _why_not_through_transformers(strategy)
+    return why
+
+
+def _why_not_number_formats(model: Model, strategy: Strategy, work: Work) -> list[str]:
+    """Return what does not go together with moments in eight bits or weights without masters."""
+    why = []
+    if strategy.engine == "deepspeed" and work.optimizer == "adamw-8bit":
+        why.append("optim.name: adamw-8bit is the native engine's; with strategy.engine=deepspeed use adamw")
+    if work.precision == "bf16-pure" and strategy.engine == "deepspeed":
+        why.append("train.precision: bf16-pure is the native engine's; with strategy.engine=deepspeed use bf16")
+    elif work.precision == "bf16-pure" and (strategy.offload_optimizer, strategy.offload_weights) != ("none", "none"):
+        why.append(
+            "train.precision: bf16-pure has no master copies to offload: with strategy.offload, train.precision=bf16 takes "
+            "no more of the card, and rounds nothing"
+        )
+    elif work.precision == "bf16-pure" and model.frozen:
+        why.append(
+            "train.precision: bf16-pure with an adapter saves nothing worth its rounding; use train.precision=bf16"
+        )
     return why
 
 

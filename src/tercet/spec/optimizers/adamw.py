@@ -5,3 +5,8 @@ from __future__ import annotations
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim names them, and as checkpoints do
 STATE_BYTES = 4 * len(MOMENTS)  # per element, in fp32
 COUNT_BYTES = 4  # per tensor that a rank holds any rows of
+
+
+def scale_of(moment: str) -> str:
+    """Return the name of a moment's scales, where it is held in eight bits (blocks.py)."""
+    return f"{moment}_scale"

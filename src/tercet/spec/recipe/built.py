@@ -20,7 +20,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "strategy.expert": (1,),
     "strategy.context": (1,),
     "strategy.offload.activations": ("none",),
-    "train.precision": ("bf16", "fp32", "fp16"),
+    "train.precision": ("bf16", "fp32", "fp16", "bf16-pure"),
 }
 
 

@@ -242,7 +242,9 @@ class StrategySection(Section):
 
 
 class OptimSection(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adamw-8bit"] = Field(
+        default="adamw", description="adamw-8bit holds the two moments in eight bits: 2 bytes a parameter instead of 8"
+    )
     lr: Annotated[Number, Field(gt=0, le=10)] = 3e-4
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-8
