@@ -61,6 +61,7 @@ class RowAdamW(torch.optim.Optimizer):
 
     def _update(self, value: Tensor, group: dict[str, Any]) -> None:
         state, part = self.state[value], self._parts[value]
+        assert value.grad is not None
         for rows in _slices(value):
             new = value[rows].float()
             gradient = value.grad[rows].to(new.dtype)

@@ -153,13 +153,15 @@ class Search:
         best: dict[tuple[Any, ...], Candidate] = {}
         too_large: dict[tuple[Any, ...], Candidate] = {}
         illegal: dict[str, Refusal] = {}
-        every = strategies(section, ranks, self.work, self.counts.model.frozen)
+        asked_for = list(strategies(section, ranks, self.work, self.counts.model.frozen))
+        offered: Iterator[Strategy] = iter(())
         if self.open_for_offload(section):
-            every = list(every)
-            files = files and deepspeed and not any(self.fits(self.candidate(s)) for s in every if s.micro_batch == 1)
-            every = chain(every, offloaded(section, ranks, self.work, deepspeed, files))
-        for strategy in every:
+            alone = any(self.fits(self.candidate(s)) for s in asked_for if s.micro_batch == 1)
+            offered = offloaded(section, ranks, self.work, deepspeed, files and deepspeed and not alone)
+        for strategy, asked in chain(((s, True) for s in asked_for), ((s, False) for s in offered)):
             why = refusals(self.counts.model, strategy, self.work, self.machine)
+            if why and not asked:
+                continue
             if why:
                 illegal.setdefault("\n".join(why), Refusal(strategy, why))
                 continue
