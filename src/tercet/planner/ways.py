@@ -124,6 +124,7 @@ class WaysOut:
             self.other_strategy(),
             self.longer_context(),
             self.host_memory(),
+            self.lighter_states(),
             self.shorter(),
             self.more_cards(),
             self.adapter(adapters),
@@ -175,6 +176,17 @@ class WaysOut:
         for size in sizes:
             if found := self._either(self._with(machine=replace(machine, host_bytes=size * GIB))):
                 return Way(found[0], {"host_ram": f"{size}GiB"}, found[1])
+        return None
+
+    def lighter_states(self) -> Way | None:
+        """Return lighter number formats of weights and moments: suggested, never taken unasked."""
+        work = self.search.work
+        if work.optimizer != "adamw" or self.search.counts.model.frozen:
+            return None
+        for precision in dict.fromkeys((work.precision, "bf16-pure" if work.precision == "bf16" else work.precision)):
+            if found := self._either(self._with(work=replace(work, optimizer="adamw-8bit", precision=precision))):
+                more = (f"train.precision={precision}",) if precision != work.precision else ()
+                return Way((*found[0], "optim.name=adamw-8bit", *more), {}, found[1])
         return None
 
     def shorter(self) -> Way | None:
