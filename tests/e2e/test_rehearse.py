@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -17,6 +18,20 @@ def test_what_fits_is_shown_beside_the_plan(cli: Cli):
     found = json.loads(done.stdout)
     assert found["fits"] and found["step"]["kernels"] > 100 and found["planned"]["card_bytes"] > 0
     assert json.loads((cli.folder / "out/rehearsal.json").read_text()) == found
+    step = found["step"]
+    assert sum(step["by_what_was_busy"].values()) == pytest.approx(step["seconds"], rel=1e-6)
+    events = json.loads((cli.folder / "out/trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == step["kernels"] + sum(step["collectives"].values())
+    assert (cli.folder / "out/rehearsal.svg").read_text().startswith("<svg")
+    assert found["save"]["bytes"] > found["peak"]["rows"]["weights"]
+
+
+@pytest.mark.slow
+def test_a_fault_on_purpose_ends_the_rehearsal_with_its_words(cli: Cli):
+    done = cli.run("rehearse", "smollm2-135m", "--gpus", "1x4090", *TINY, "--fault", "lost:900", code=1)
+    assert "as asked for: card 0 is lost" in done.stdout and "operator 900" in done.stdout
+    done = cli.run("rehearse", "smollm2-135m", "--gpus", "1x4090", *TINY, "--fault", "oom:900", code=3)
+    assert re.search(r"operator 9\d\d", done.stdout) and "Held:" in done.stdout
 
 
 @pytest.mark.slow

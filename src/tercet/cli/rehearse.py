@@ -16,7 +16,14 @@ def register(app: typer.Typer) -> None:
         gpus: Annotated[str, typer.Option(help="Cards, as 3x4090.")],
         host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GiB.")] = None,
         links: Annotated[str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")] = None,
-        output: Annotated[str | None, typer.Option(help="Folder for rehearsal.json.")] = None,
+        output: Annotated[
+            str | None,
+            typer.Option(help="Folder for rehearsal.json, trace.json (Perfetto) and rehearsal.svg; a run's too."),
+        ] = None,
+        fault: Annotated[
+            list[str] | None,
+            typer.Option(metavar="KIND:N", help="oom, lost (from operator N on), copy (the Nth), slow (N times)."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
         """Run two steps of the native engine on cards that are not there: what is held, what waits, what fits.
@@ -25,26 +32,32 @@ def register(app: typer.Typer) -> None:
 
         Example: tercet rehearse smollm2-135m --gpus 3x4090 strategy=zero3
         """
-        run(arguments, gpus, host_ram, links, output, as_json)
+        run(arguments, gpus, host_ram, links, output, fault or [], as_json)
 
 
 def run(
-    arguments: list[str], gpus: str, host_ram: str | None, links: str | None, output: str | None, as_json: bool
+    arguments: list[str],
+    gpus: str,
+    host_ram: str | None,
+    links: str | None,
+    output: str | None,
+    faults: list[str],
+    as_json: bool,
 ) -> None:
-    from pathlib import Path
-
     import orjson
 
     from tercet.planner.answer import read_recipe
     from tercet.spec.machine import machine_of
 
+    given = read_faults(faults)
     machine = machine_of(gpus, host_ram, links)
     recipe, _ = read_recipe(arguments[0], arguments[1:], None, None, None)
     strategy, plan = _strategy(recipe, machine)
 
-    from tercet.rehearsal.run import rehearse
+    from tercet.rehearsal.run import Faults, rehearse
 
-    found = {"strategy": plan["name"], **rehearse(recipe, strategy, machine)}
+    rehearsed, trace = rehearse(recipe, strategy, machine, Faults(**given))
+    found = {"strategy": plan["name"], **rehearsed}
     found["planned"] = {
         "card_bytes": plan["card_bytes"],
         "step_seconds": plan["step_seconds"],
@@ -52,11 +65,47 @@ def run(
     }
     text = orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
     if output is not None:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        (Path(output) / "rehearsal.json").write_text(text + "\n", encoding="utf-8")
+        write(output, found, text, trace)
     typer.echo(text if as_json else table(found))
-    if not found["fits"]:
-        raise typer.Exit(3)
+    if not found["fits"] or found["failed"]:
+        raise typer.Exit(1 if found["failed"] else 3)
+
+
+FAULTS = ("oom", "lost", "copy", "slow")
+
+
+def read_faults(words: list[str]) -> dict[str, Any]:
+    """Return {kind: number} of --fault's words. Raises InputError for one that is not known."""
+    from tercet.errors import InputError
+
+    found: dict[str, Any] = {}
+    for word in words:
+        kind, _, number = word.partition(":")
+        try:
+            found[kind] = float(number) if kind == "slow" else int(number)
+        except ValueError:
+            found[kind] = 0
+        if kind not in FAULTS or found[kind] <= 0:
+            raise InputError(
+                f"--fault {word}: not a fault with its number", f"For example oom:1200. There are {', '.join(FAULTS)}."
+            )
+    return found
+
+
+def write(output: str, found: dict[str, Any], text: str, trace: dict[str, Any] | None) -> None:
+    """Write rehearsal.json and, when a step was finished, trace.json and rehearsal.svg."""
+    from pathlib import Path
+
+    import orjson
+
+    from tercet.report.rehearsed import picture
+
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rehearsal.json").write_text(text + "\n", encoding="utf-8")
+    if trace is not None:
+        (folder / "trace.json").write_bytes(orjson.dumps(trace))
+        (folder / "rehearsal.svg").write_text(picture(found), encoding="utf-8")
 
 
 def _strategy(recipe: Any, machine: Any) -> tuple[Any, dict[str, Any]]:
@@ -91,12 +140,21 @@ def table(found: dict[str, Any]) -> str:
         f"(planned {show_bytes(planned['card_bytes'])}), at operator {peak['number']}, {peak['operator']}",
         *(f"  {row:12} {show_bytes(size)}" for row, size in sorted(peak["rows"].items(), key=lambda x: -x[1])),
     ]
+    if found["failed"]:
+        lines.append(f"as asked for: {found['failed']}")
     if step := found.get("step"):
+        busy = step["by_what_was_busy"]
         lines += [
             f"a step: {show_seconds(step['seconds'])} by the simulated clock (planned "
             f"{show_seconds(planned['step_seconds']) if planned['step_seconds'] else 'unknown'}), "
             f"{step['kernels']} kernels, {sum(step['host_waits'].values())} waits of the host",
             f"  to the card {show_bytes(step['bytes_to_card'])}, to the host {show_bytes(step['bytes_to_host'])}; "
             + (", ".join(f"{k} {n} times" for k, n in step["collectives"].items()) or "no collectives"),
+            "  not hidden behind computing: "
+            + ", ".join(f"{kind} {busy[kind] / step['seconds']:.0%}" for kind in ("collectives", "copies", "host")),
         ]
+    if found["host"]["pinned_bytes"]:
+        lines.append(f"host memory pinned by this rank: {show_bytes(found['host']['pinned_bytes'])}")
+    if save := found.get("save"):
+        lines.append(f"a save: {show_bytes(save['bytes'])} of this rank, copied in {show_seconds(save['seconds'])}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 1 << 20
 ROUNDING = 512  # every block's size is a multiple of it
@@ -22,13 +23,17 @@ ALONE_ROUNDING = 2 * MIB
 
 @dataclass(eq=False)
 class Block:
-    """A stretch of one segment. `before` and `after` are its neighbours there."""
+    """A stretch of one segment. `before` and `after` are its neighbours there.
+
+    `unfinished`: work of other streams that need not have ended when the stretch was given back.
+    """
 
     size: int
     segment: int
     stream: int
     small: bool
     free: bool = False
+    unfinished: list[Any] = field(default_factory=list, repr=False)
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
 
@@ -117,7 +122,8 @@ class Allocator:
         return rest >= ROUNDING if block.small else rest > SMALL
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.size - size, block.segment, block.stream, block.small, True, block, block.after)
+        unfinished = list(block.unfinished)
+        rest = Block(block.size - size, block.segment, block.stream, block.small, True, unfinished, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
@@ -128,6 +134,7 @@ class Allocator:
         """Return the earlier of two neighbours, grown by the later one."""
         first, second = (other, block) if block.before is other else (block, other)
         first.size += second.size
+        first.unfinished += second.unfinished
         first.after = second.after
         if second.after is not None:
             second.after.before = first

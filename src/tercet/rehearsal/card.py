@@ -177,8 +177,7 @@ def compute(
     """Run an operator on what stands behind its tensors; `function` does instead what the operator's kernel would."""
     cards, others = _tensors(args, kwargs)
     device = _device_of(operator, cards, others, args, kwargs)
-    device.number += 1
-    device.operator = operator.name()
+    device.count_operator(operator.name())
     for card in cards:
         if card._memory.pending:
             card._memory.ready()

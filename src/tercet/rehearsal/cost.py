@@ -6,7 +6,7 @@ outputs once. What a kernel reads twice or keeps in its cache is not known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Rates:
     peer: float = 20e9
     launch: float = 5e-6
     collective_latency: float = 30e-6
+
+    def slowed(self, factor: float) -> Rates:
+        """Return the rates of a card that takes `factor` times as long for its own work; its links stay."""
+        return replace(self, flops={k: v / factor for k, v in self.flops.items()}, memory=self.memory / factor)
 
     def of(self, dtype: torch.dtype) -> float:
         word = WORD_OF.get(dtype, "fp32")

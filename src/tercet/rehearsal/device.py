@@ -12,7 +12,8 @@ import torch
 
 from tercet.rehearsal.allocator import Allocator, Block, OutOfCapacity
 from tercet.rehearsal.cost import Rates
-from tercet.rehearsal.timeline import History, Timeline
+from tercet.rehearsal.recorder import Recorder
+from tercet.rehearsal.timeline import History, OrderError, Timeline
 from tercet.units import show_bytes
 
 
@@ -72,12 +73,13 @@ class Device:
         self.row = "temporaries"  # what is allocated now counts as this
         self.held: Counter[str] = Counter()
         self.peak = Peak()
-        self.operator, self.number = "", 0
+        self.operator, self.number, self.copies = "", 0, 0
         self.owed: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host: (lane, count, what happens then)
         self.works: set[Any] = set()  # collectives that nobody has waited for
         self.fail_at: int | None = None  # number of the operator that finds no memory
-        self.samples: list[tuple[float, dict[str, int]]] = []
-        self.record_samples = False
+        self.lost_at: int | None = None  # number of the operator at which the card is gone
+        self.fail_copy: int | None = None  # number of the copy over the host's link that fails
+        self.recorder: Recorder | None = None
 
     def take(self, nbytes: int, storage: torch.UntypedStorage) -> Memory:
         """Return new memory of `nbytes`; raises torch.OutOfMemoryError that says what is held."""
@@ -95,12 +97,25 @@ class Device:
             memory.block = self.allocator.allocate(nbytes, self.timeline.current)
         except OutOfCapacity:
             raise self._out_of_memory(nbytes) from None
+        self._taken_too_early(memory.block, nbytes)
         memory.nbytes, memory.row, memory.history = nbytes, self.row, History()
         self.held[memory.row] += nbytes
         if self.allocator.allocated > self.peak.bytes:
             rows = {row: size for row, size in self.held.items() if size}
             self.peak = Peak(self.allocator.allocated, self.operator, self.number, rows)
         self._sample()
+
+    def _taken_too_early(self, block: Block, nbytes: int) -> None:
+        """Raise OrderError when work of another stream may still use a block that this stream takes again."""
+        lane = self.timeline.lanes[block.stream]
+        for use in block.unfinished:
+            if not self.timeline.knows(lane, use):
+                raise OrderError(
+                    f"card {self.index}: memory of stream {lane.name} was given back while {use.what} on stream "
+                    f"{self.timeline.lanes[use.lane].name} may still use it, and {self.operator} takes "
+                    f"{show_bytes(nbytes)} of it again: no event and no record_stream"
+                )
+        block.unfinished = []
 
     def give_back(self, memory: Memory) -> None:
         if memory.block is None:
@@ -109,10 +124,7 @@ class Device:
         lane = timeline.lanes[memory.block.stream]
         other = timeline.unfinished_elsewhere(memory.history, lane)
         if other is not None and other.lane not in memory.recorded:
-            timeline.problems.append(
-                f"card {self.index}: {show_bytes(memory.nbytes)} of stream {lane.name} were given back while {other.what} on "
-                f"stream {timeline.lanes[other.lane].name} may still use them: no event and no record_stream"
-            )
+            memory.block.unfinished.append(other)
         self.held[memory.row] -= memory.nbytes
         self.allocator.release(memory.block)
         memory.block = None
@@ -128,9 +140,24 @@ class Device:
                 later.append((lane, count, copy))
         self.owed = later
 
+    def count_operator(self, name: str) -> None:
+        """Note which operator comes. Raises RuntimeError, as PyTorch does, from the one on at which the card is lost."""
+        self.number += 1
+        self.operator = name
+        if self.lost_at is not None and self.number >= self.lost_at:
+            raise RuntimeError(f"card {self.index} is lost: nothing has answered since operator {self.number} ({name})")
+
+    def count_copy(self, what: str) -> None:
+        """Note a copy over the host's link. Raises RuntimeError for the one that is to fail."""
+        self.counts.kernels[what] += 1
+        self.copies += 1
+        if self.copies == self.fail_copy:
+            raise RuntimeError(f"card {self.index}: {what} number {self.copies} failed")
+
     def _sample(self) -> None:
-        if self.record_samples:
-            self.samples.append((self.timeline.host_seconds, dict(self.held)))
+        if self.recorder is not None:
+            seconds = max(self.timeline.host_seconds, self.timeline.lanes[self.timeline.current].seconds)
+            self.recorder.note(seconds, self.allocator.allocated, self.held)
 
     def _out_of_memory(self, nbytes: int) -> torch.OutOfMemoryError:
         held = ", ".join(f"{row} {show_bytes(size)}" for row, size in self.held.most_common() if size > 0)
@@ -152,7 +179,7 @@ class Simulation:
         self.current = 0
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._pinned: dict[int, int] = {}  # storage's address -> bytes
-        self.pinned_bytes = 0
+        self.pinned_bytes = self.most_pinned_bytes = 0
         self.ranks = 1
         self.seed = 0
 
@@ -166,6 +193,7 @@ class Simulation:
         key, nbytes = storage._cdata, storage.nbytes()
         self._pinned[key] = nbytes
         self.pinned_bytes += nbytes
+        self.most_pinned_bytes = max(self.most_pinned_bytes, self.pinned_bytes)
         weakref.finalize(tensor, self._unpin, key, nbytes)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """A rehearsal: the native engine's own steps, at full size, on cards that are not there.
 
 One process plays rank 0. Its cards hold shapes only; collectives travel nowhere, but take their bytes and time. Two
-optimizer steps are run, the second of them counted, both with rows of full length, then an evaluation.
+optimizer steps are run, the second of them counted, both with rows of full length, then an evaluation and the copies
+of a save.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from tercet.data.loader import Batch
 from tercet.engine import Engine, EngineSetup, open_engine
+from tercet.engine.shards import copied
 from tercet.errors import NotLegalError
 from tercet.parallel.world import World
 from tercet.planner.clock import bus, rates
 from tercet.planner.constants import CONTEXT_BYTES, Constants, load_for
 from tercet.planner.job import of_strategy
 from tercet.rehearsal.cost import Rates
-from tercet.rehearsal.device import Device, Simulation
+from tercet.rehearsal.device import Counts, Device, Simulation
 from tercet.rehearsal.install import cards
+from tercet.rehearsal.recorder import BUCKETS, Recorder, busy, exposed, trace
 from tercet.spec.families import describe
 from tercet.spec.machine import Machine
 from tercet.spec.mesh import AXES
@@ -89,23 +92,48 @@ def batch_of(strategy: Strategy, work: Work, vocabulary: int, seed: int) -> Batc
     )
 
 
-def rehearse(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
-    """Return what two steps and an evaluation of the engine did on the simulated card of rank 0.
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong on purpose. `oom`, `lost`: from that operator on; `copy`: that copy over the host's link fails;
+    `slow`: the card takes that many times as long."""
 
-    {"fits": bool, "out_of_memory": its message or None, "peak_bytes", "reserved_bytes", "peak": …, "step": …}
+    oom: int | None = None
+    lost: int | None = None
+    copy: int | None = None
+    slow: float = 1.0
+
+
+def rehearse(
+    recipe: Recipe, strategy: Strategy, machine: Machine, faults: Faults | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return (what two steps, an evaluation and a save did on the simulated card of rank 0, the counted step's trace).
+
+    {"fits": bool, "out_of_memory": its message or None, "failed": another fault's message or None, "peak_bytes",
+    "reserved_bytes", "peak": …, "host": …, "step": …, "save": …, "timeline": …}; what was not reached is missing.
+    The trace is in the Trace Event Format (rehearsal/recorder.py).
     """
     if strategy.engine != "native":
         raise NotLegalError([f"strategy.engine: {strategy.engine} cannot be rehearsed; the native engine can"])
     model, work = describe(recipe.model), Work.of(recipe)
-    figures = rates_of(machine, strategy, work, load_for(machine))
+    faults = faults or Faults()
+    figures = rates_of(machine, strategy, work, load_for(machine)).slowed(faults.slow)
     assert machine.card is not None
     simulated = Simulation(capacity_bytes=machine.card.memory_bytes - CONTEXT_BYTES, rates=figures, shapes=True)
     simulated.ranks = strategy.ranks
+    device = simulated.device
+    device.fail_at, device.lost_at, device.fail_copy = faults.oom, faults.lost, faults.copy
+    found: dict[str, Any] = {"fits": True, "out_of_memory": None, "failed": None}
+    traced = None
     with cards(simulated), _alone(strategy.ranks):
         try:
-            return _play(recipe, strategy, work, model, simulated)
+            traced = _play(recipe, strategy, work, model, simulated, found)
         except torch.OutOfMemoryError as error:
-            return {"fits": False, "out_of_memory": str(error), **_found(simulated.device)}
+            found |= {"fits": False, "out_of_memory": str(error)}
+        except RuntimeError as error:
+            if faults == Faults():
+                raise
+            found["failed"] = str(error)
+    return {**found, **_found(simulated)}, traced
 
 
 class _alone:
@@ -125,7 +153,10 @@ class _alone:
             dist.destroy_process_group()
 
 
-def _play(recipe: Recipe, strategy: Strategy, work: Work, model: Model, simulated: Simulation) -> dict[str, Any]:
+def _play(
+    recipe: Recipe, strategy: Strategy, work: Work, model: Model, simulated: Simulation, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Put into `found` what is known as it becomes known; return the counted step's trace."""
     device = simulated.device
     world = LoneWorld(0, strategy.ranks, 0, torch.device("card", 0))
     device.row = "weights"
@@ -136,16 +167,37 @@ def _play(recipe: Recipe, strategy: Strategy, work: Work, model: Model, simulate
     accumulation = strategy.accumulation(work.batch_sequences)
     batches = [batch_of(strategy, work, model.vocabulary, n) for n in range(accumulation)]
     engine.step(batches, recipe.optim.lr)
-    begin = _now(device)
-    before = replace_counts(device)
+    begin, timeline = _now(device), device.timeline
+    device.counts = Counts()
+    device.recorder = recorder = Recorder(begin, begin / BUCKETS)  # a step takes about as long as what came before it
+    timeline.record_spans = True
     engine.step(batches, recipe.optim.lr)
-    step = {
-        "seconds": _now(device) - begin,
-        "tokens_per_second": work.batch_sequences * work.sequence_tokens / (_now(device) - begin),
-        **_counted(device, before),
+    end = _now(device)
+    device.recorder, timeline.record_spans = None, False
+    found["step"] = {
+        "seconds": end - begin,
+        "tokens_per_second": work.batch_sequences * work.sequence_tokens / (end - begin),
+        "by_what_was_busy": exposed(timeline.spans, begin, end),
+        **_counted(device),
     }
+    names, samples = [lane.name for lane in timeline.lanes], recorder.samples()
+    stretches = busy(timeline.spans, begin, (end - begin) / BUCKETS)
+    found["timeline"] = {
+        "seconds": end - begin,
+        "memory": samples,
+        "streams": [{"name": name, "busy": stretches.get(n, [])} for n, name in enumerate(names)],
+    }
+    traced = trace(timeline.spans, names, samples, begin)
     engine.evaluate(batches[0])
-    return {"fits": True, "out_of_memory": None, "step": step, **_found(device)}
+    found["save"] = _save(engine, device)
+    return traced
+
+
+def _save(engine: Engine, device: Device) -> dict[str, Any]:
+    """Return what the copies of a save take: all of this rank's state, one tensor after another."""
+    begin, device.counts = _now(device), Counts()
+    nbytes = sum(copied(tensor).nbytes for _, tensor, _ in engine._saved_rows())  # type: ignore[attr-defined]
+    return {"bytes": nbytes, "copied_from_card_bytes": device.counts.bytes_to_host, "seconds": _now(device) - begin}
 
 
 def _mark_phases(engine: Engine, device: Device) -> None:
@@ -180,13 +232,7 @@ def _now(device: Device) -> float:
     return max(device.timeline.host_seconds, *(lane.seconds for lane in device.timeline.lanes), 0.0)
 
 
-def replace_counts(device: Device) -> Any:
-    """Start counting anew; return what had been counted."""
-    before, device.counts = device.counts, type(device.counts)()
-    return before
-
-
-def _counted(device: Device, before: Any) -> dict[str, Any]:
+def _counted(device: Device) -> dict[str, Any]:
     counts = device.counts
     return {
         "kernels": sum(counts.kernels.values()),
@@ -194,17 +240,19 @@ def _counted(device: Device, before: Any) -> dict[str, Any]:
         "host_waits": dict(counts.host_waits),
         "bytes_to_card": counts.bytes_to_card,
         "bytes_to_host": counts.bytes_to_host,
+        "blocking_copies": counts.blocking_copies,
         "unpinned_copies": counts.unpinned_copies,
         "collectives": dict(counts.collectives),
         "collective_bytes": dict(counts.collective_bytes),
     }
 
 
-def _found(device: Device) -> dict[str, Any]:
-    allocator, peak = device.allocator, device.peak
+def _found(simulated: Simulation) -> dict[str, Any]:
+    allocator, peak = simulated.device.allocator, simulated.device.peak
     return {
         "capacity_bytes": allocator.capacity,
         "peak_bytes": allocator.peak_allocated,
         "reserved_bytes": allocator.peak_reserved,
         "peak": {"operator": peak.operator, "number": peak.number, "rows": peak.rows},
+        "host": {"pinned_bytes": simulated.most_pinned_bytes},
     }

@@ -73,7 +73,6 @@ class Timeline:
         self.waits = 0  # times that the host waited for the card
         self.spans: list[tuple[int, str, float, float]] = []  # (lane, what, begin, end)
         self.record_spans = False
-        self.problems: list[str] = []  # found where nothing can be raised (a tensor's end); the next launch raises
 
     def new_lane(self, name: str) -> Lane:
         lane = Lane(len(self.lanes), name)
@@ -82,8 +81,6 @@ class Timeline:
 
     def launch(self, what: str, seconds: float, launch_seconds: float = 0.0) -> Use:
         """Queue a piece of work on the current lane; return its place. The host goes on at once."""
-        if self.problems:
-            raise OrderError(self.problems.pop(0))
         lane = self.lanes[self.current]
         self.host_seconds += launch_seconds
         merge(lane.known, self.host_known)
@@ -134,6 +131,10 @@ class Timeline:
             if use is not None and use.lane != lane.number and not self._knows(lane.known, use):
                 return use
         return None
+
+    def knows(self, lane: Lane, use: Use) -> bool:
+        """Return whether `use` has ended before what comes next on `lane`."""
+        return use.lane == lane.number or self._knows(lane.known, use)
 
     def _knows(self, known: Clock, use: Use) -> bool:
         return max(known.get(use.lane, 0), self.host_known.get(use.lane, 0)) >= use.count

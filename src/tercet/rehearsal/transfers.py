@@ -96,7 +96,7 @@ def _from_host(device: Device, target: Card, source: Tensor, asked_non_blocking:
 def _to_host(source: Card, asked_non_blocking: bool, options: dict[str, Any]) -> Tensor:
     dtype = options.get("dtype") or source.dtype
     if source._raw.is_meta:
-        host = torch.ones(source.shape, dtype=dtype)
+        host = torch.ones((), dtype=dtype).expand(source.shape)  # one value, however large: full size is not held here
     else:
         host = torch.empty_like(source._raw, dtype=dtype)
     _into_host(source, host, asked_non_blocking)
@@ -129,8 +129,8 @@ def _lowest(dtype: torch.dtype) -> int:
 
 
 def _transfer(device: Device, card: Card, what: str, seconds: float, writes: bool) -> None:
+    device.count_copy(what)
     use = device.timeline.launch(what, seconds, device.rates.launch)
-    device.counts.kernels[what] += 1
     (device.timeline.writes if writes else device.timeline.reads)(card._memory.history, use, card)
 
 

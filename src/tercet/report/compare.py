@@ -21,13 +21,24 @@ PEAKS = {"cuda": ("allocated at the peak", False), "cpu": ("resident at the peak
 Row = dict[str, Any]
 
 
-def compare(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
+def compare(plan: dict[str, Any], summary: dict[str, Any], rehearsal: dict[str, Any] | None = None) -> list[Row]:
     """Return rows {what, group, unit, predicted, measured, error}; error: predicted / measured - 1, or None.
+
+    With a rehearsal (rehearsal.json) each row has `rehearsed` too: what it found on a simulated card, or None.
 
     `group` is "between steps", "at the peak" or "time"; `unit` bytes, s or tokens/s. Any key may be missing
     on either side: its figure is None then. The ledger's rows are always there, others when a side has them.
     """
-    return [*_memory(plan, summary), *_time(plan, summary)]
+    rows = [*_memory(plan, summary), *_time(plan, summary)]
+    if rehearsal:
+        at_peak = {"allocated at the peak": rehearsal.get("peak_bytes"), **_numbers(_get(rehearsal, "peak", "rows"))}
+        times = {
+            "step": _get(rehearsal, "step", "seconds"),
+            "tokens per second": _get(rehearsal, "step", "tokens_per_second"),
+        }
+        figures = {"at the peak": at_peak, "time": times}
+        rows = [{**row, "rehearsed": number(figures.get(row["group"], {}).get(row["what"]))} for row in rows]
+    return rows
 
 
 def _row(group: str, what: str, unit: str, predicted: float | None, measured: float | None) -> Row:

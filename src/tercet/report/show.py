@@ -297,11 +297,13 @@ def comparison_groups(compared: list[Row]) -> list[dict[str, Any]]:
             {
                 "title": title,
                 "head": "figure" if name == "time" else "row",
+                "rehearsed": any("rehearsed" in r for r in rows),
                 "rows": [
                     {
                         "what": plain(r["what"]),
                         "total": r["what"].endswith("at the peak"),
                         "predicted": show_value(r["predicted"], r["unit"]),
+                        "rehearsed": show_value(r["rehearsed"], r["unit"]) if "rehearsed" in r else None,
                         "measured": show_value(r["measured"], r["unit"]),
                         "error": show_error(r),
                         "grade": grade(r),

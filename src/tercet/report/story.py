@@ -109,7 +109,8 @@ def read_story(run: RunFolder) -> Story:
         damaged_lines=damaged,
     )
     story.headline = _headline(story)
-    story.compared = compare(plan, {**story.headline, **story.summary})
+    rehearsal = read_json(run.rehearsal) if run.rehearsal.exists() else None
+    story.compared = compare(plan, {**story.headline, **story.summary}, rehearsal)
     return story
 
 

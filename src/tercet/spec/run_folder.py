@@ -43,6 +43,10 @@ class RunFolder:
         return self.path / "ds_config.json"
 
     @property
+    def rehearsal(self) -> Path:
+        return self.path / "rehearsal.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
