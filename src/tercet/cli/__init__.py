@@ -79,18 +79,23 @@ def main() -> None:
 
 
 def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
-    """Return what to install when a package of the extra "train" is missing; None for any other module."""
+    """Return what to install when a package of an extra is missing; None for any other module."""
     from importlib.metadata import requires
     from re import match
 
     from tercet.errors import InputError
 
     wanted = (error.name or "").partition(".")[0]
-    extra = (match(r"[\w-]+", line) for line in requires("tercet") or () if "extra == " in line)
-    names = {found[0].replace("-", "_") for found in extra if found}
-    if wanted not in names | {"google", "tensorboard"}:
+    lines = (match(r"([\w-]+).*extra == \W(\w+)", line) for line in requires("tercet") or ())
+    extras = {"google": "train", "tensorboard": "train"}
+    for found in lines:
+        if found and found[2] != "dev":
+            extras.setdefault(found[1].replace("-", "_"), found[2])
+    if wanted not in extras:
         return None
-    return InputError(f"this needs the package {wanted}, which is not installed", "pip install 'tercet[train]'")
+    return InputError(
+        f"this needs the package {wanted}, which is not installed", f"pip install 'tercet[{extras[wanted]}]'"
+    )
 
 
 def show_error(error: TercetError) -> None:

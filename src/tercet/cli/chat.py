@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         top_k: Annotated[int | None, typer.Option(help="Default: the model's own, else all.", min=0)] = None,
         seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+        device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     ) -> None:
         """Talk to a trained model. A model without a chat template continues what you type.
 
@@ -38,7 +39,7 @@ def register(app: typer.Typer) -> None:
         from tercet.inference.chat import Chat
         from tercet.inference.served import open_served
 
-        served = open_served(folder)
+        served = open_served(folder, device=device)
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         talk = Chat(served, system, tokens, {k: v for k, v in given.items() if v is not None})
         way = "Type and press Enter; /help for commands, Ctrl-D to leave."

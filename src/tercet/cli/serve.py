@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
         context: Annotated[
             int | None, typer.Option(help="Tokens of a prompt and its answer; default: the model's.", min=2)
         ] = None,
+        device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     ) -> None:
         """Serve a model to any program that speaks OpenAI's protocol, and a page to chat at /.
 
@@ -49,7 +50,7 @@ def register(app: typer.Typer) -> None:
             door.bind((host, port))
         except (OSError, OverflowError) as error:
             raise InputError(f"{host}:{port} cannot be listened at: {error}", "Choose another --port.") from None
-        served = open_served(folder)
+        served = open_served(folder, device=device)
         with Engine(served, rows, queue, context) as engine:
             server = Server(engine, api_key, LOOPBACK if here else None)
             typer.echo(f"{served.name} at http://{host}:{door.getsockname()[1]} (Ctrl-C ends)")

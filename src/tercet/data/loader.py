@@ -82,7 +82,7 @@ class Loader:
         self.tokens = prepared.sequence_tokens
         self.pad_id = prepared.pad_id
         sets = (*self.mix.sources, *([self.validation] if self.validation is not None else []))
-        self._weighted = any(weight not in (0.0, 1.0) for s in sets for weight in s.palette or ())
+        self._weighted = any(map(weighted, sets))
 
     @property
     def rows_per_epoch(self) -> int:
@@ -112,52 +112,70 @@ class Loader:
         Every rank gets the same number of batches; idle places fill up the last. Nothing when nothing is
         held out.
         """
-        if self.validation is None:
-            return
-        count = len(self.validation)
-        for places in _deal(count, rank, ranks, micro_batch):
-            yield self._batch([i if i < count else IDLE for i in places], self._held)
+        if self.validation is not None:
+            share = rows_once(
+                self.validation, self.pad_id, self._weighted, rank=rank, ranks=ranks, micro_batch=micro_batch
+            )
+            yield from share
 
     def _place(self, sample: int) -> tuple[Rows, int]:
         source, row = self.mix.place(sample)
         return self.mix.sources[source], row
 
-    def _held(self, row: int) -> tuple[Rows, int]:
-        assert self.validation is not None
-        return self.validation, row
-
     def _batch(self, numbers: Sequence[int], place_of: Callable[[int], tuple[Rows, int]]) -> Batch:
-        shape = (len(numbers), self.tokens)
-        ids = np.full(shape, self.pad_id, np.int64)
-        labels = np.full(shape, IGNORED, np.int64)
-        positions = np.empty(shape, np.int64)
-        weights = np.ones(shape, np.float32) if self._weighted else None
-        lengths: list[np.ndarray] = []
-        everywhere = np.arange(self.tokens)
-        for place, number in enumerate(numbers):
-            tokens, documents, trained = ids[place, :0], np.zeros(0, np.int64), None
-            if number != IDLE:
-                rows, index = place_of(number)
-                tokens, documents = rows.row(index)
-                trained = rows.trained(index)
-            used = tokens.size
-            if used < self.tokens:
-                documents = np.append(documents, self.tokens - used)  # padding is a document nobody trains
-            starts = np.cumsum(documents) - documents
-            ids[place, :used] = tokens
-            labels[place, : max(used - 1, 0)] = ids[place, 1:used]
-            # The last token of a document has no successor: the next one belongs to somebody else.
-            labels[place, starts[1:] - 1] = IGNORED
-            if trained is not None:
-                labels[place, : max(used - 1, 0)][trained[1:] == 0] = IGNORED
-                if weights is not None:
-                    weights[place, : max(used - 1, 0)] = trained[1:]
-            positions[place] = everywhere - np.repeat(starts, documents)
-            lengths.append(documents)
-        borders = np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int32)
-        tensors = map(torch.from_numpy, (ids, labels, positions, borders))
-        counts = None if weights is None else torch.from_numpy(weights)
-        return Batch(*tensors, rows=list(numbers), weights=counts)
+        return make_batch(numbers, place_of, self.tokens, self.pad_id, self._weighted)
+
+
+def weighted(rows: Rows) -> bool:
+    """Return whether labels count by other weights than 0 and 1."""
+    return any(weight not in (0.0, 1.0) for weight in rows.palette or ())
+
+
+def rows_once(
+    rows: Rows, pad_id: int, with_weights: bool, *, rank: int, ranks: int, micro_batch: int
+) -> Iterator[Batch]:
+    """Yield a rank's share of packed rows, in their order: each row once over all ranks, equally many batches each."""
+    count = len(rows)
+    for places in _deal(count, rank, ranks, micro_batch):
+        numbers = [i if i < count else IDLE for i in places]
+        yield make_batch(numbers, lambda row: (rows, row), rows.capacity, pad_id, with_weights)
+
+
+def make_batch(
+    numbers: Sequence[int], place_of: Callable[[int], tuple[Rows, int]], capacity: int, pad_id: int, with_weights: bool
+) -> Batch:
+    """Return the rows of these numbers as tensors, each row filled up to `capacity` tokens."""
+    shape = (len(numbers), capacity)
+    ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORED, np.int64)
+    positions = np.empty(shape, np.int64)
+    weights = np.ones(shape, np.float32) if with_weights else None
+    lengths: list[np.ndarray] = []
+    everywhere = np.arange(capacity)
+    for place, number in enumerate(numbers):
+        tokens, documents, trained = ids[place, :0], np.zeros(0, np.int64), None
+        if number != IDLE:
+            rows, index = place_of(number)
+            tokens, documents = rows.row(index)
+            trained = rows.trained(index)
+        used = tokens.size
+        if used < capacity:
+            documents = np.append(documents, capacity - used)  # padding is a document nobody trains
+        starts = np.cumsum(documents) - documents
+        ids[place, :used] = tokens
+        labels[place, : max(used - 1, 0)] = ids[place, 1:used]
+        # The last token of a document has no successor: the next one belongs to somebody else.
+        labels[place, starts[1:] - 1] = IGNORED
+        if trained is not None:
+            labels[place, : max(used - 1, 0)][trained[1:] == 0] = IGNORED
+            if weights is not None:
+                weights[place, : max(used - 1, 0)] = trained[1:]
+        positions[place] = everywhere - np.repeat(starts, documents)
+        lengths.append(documents)
+    borders = np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int32)
+    tensors = map(torch.from_numpy, (ids, labels, positions, borders))
+    counts = None if weights is None else torch.from_numpy(weights)
+    return Batch(*tensors, rows=list(numbers), weights=counts)
 
 
 def _deal(count: int, rank: int, ranks: int, micro_batch: int) -> Iterator[range]:

@@ -12,6 +12,7 @@ import tokenizers
 
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError
+from tercet.inference.device import on_device
 from tercet.inference.template import Messages, find_template, render
 from tercet.spec.families import read_config, read_json_object
 from tercet.weights.reading import load_model, model_place
@@ -75,8 +76,9 @@ class Served:
         return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
 
 
-def open_served(name: str | Path, dtype: str | None = None) -> Served:
-    """Load what `name` means. Raises InputError when it holds no model or no tokenizer."""
+def open_served(name: str | Path, dtype: str | None = None, device: str = "auto") -> Served:
+    """Load what `name` means onto a device (auto: a card where there is one). Raises InputError when it holds no model
+    or no tokenizer, or the device has no room for it."""
     path = Path(name).expanduser()
     if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
         raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
@@ -88,7 +90,7 @@ def open_served(name: str | Path, dtype: str | None = None) -> Served:
     for source in (read_config(place), suggested):
         ends = source.get("eos_token_id")
         stop += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    model = load_model(place, dtype)
+    model = on_device(load_model(place, dtype), device)
     return Served(
         path.resolve().name if path.exists() else str(name),
         place,
