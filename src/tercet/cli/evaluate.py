@@ -119,9 +119,7 @@ def _prepare(models: list[str], data: list[str] | None, sequence: int | None) ->
         sequence = min(own, *(spec.context_tokens for spec in specs))
     found = []
     for place, spec in zip(places, specs, strict=True):
-        section = DataSection(
-            train=[{"path": path} for path in data], sequence_tokens=sequence, long_rows="split", bad_rows="stop"
-        )
+        section = DataSection.model_validate({"train": data, "sequence_tokens": sequence, "long_rows": "split"})
         with _bar("prepare", None) as progress:
             made = prepare(
                 section, vocabulary=spec.vocabulary, model_tokenizer=place, seed=0, say=_say, progress=progress

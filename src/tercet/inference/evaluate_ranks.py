@@ -36,7 +36,7 @@ def evaluate(work: Work, ranks: int = 1, progress: Progress = lambda rows: None)
     if failed:
         # One that was ended because another had failed has nothing to say.
         raise next((r.found for r in failed if isinstance(r.found, TercetError)), failed[0].silent())
-    return total([rank.found for rank in started])
+    return total([rank.found for rank in started if isinstance(rank.found, Sums)])
 
 
 class _Rank:

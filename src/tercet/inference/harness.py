@@ -39,7 +39,7 @@ def find_tasks(names: Sequence[str]) -> dict[str, Any]:
         if name not in files and name not in known:
             raise InputError(f"lm-eval knows no task {name!r}{nearest(name, known)}", "Or give a task's .yaml file.")
     try:
-        return manager.load([str(Path(n).expanduser().resolve()) if n in files else n for n in names])
+        return dict(manager.load([str(Path(n).expanduser().resolve()) if n in files else n for n in names]))
     except Exception as error:  # whatever a task's file or its data set brings up
         words = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
@@ -50,18 +50,18 @@ def find_tasks(names: Sequence[str]) -> dict[str, Any]:
 
 def evaluate_tasks(served: Served, tasks: dict[str, Any], batch: int, limit: int | None) -> dict[str, dict[str, Any]]:
     """Return task -> measure -> value, as lm-eval computes them."""
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted: list[Any] = list({**tasks["tasks"], **tasks.get("groups", {})}.values())
     try:
-        found = simple_evaluate(_model(served, batch), tasks=wanted, limit=limit, bootstrap_iters=0, log_samples=False)
+        run: Any = evaluator.simple_evaluate
+        found = run(_model(served, batch), tasks=wanted, limit=limit, bootstrap_iters=0, log_samples=False)
     except TercetError:
         raise
     except Exception as error:
         words = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TercetError(f"lm-eval stopped: {type(error).__name__}: {words[:300]}") from error
-    assert found is not None
     return {
         task: {
             key.removesuffix(",none"): value
