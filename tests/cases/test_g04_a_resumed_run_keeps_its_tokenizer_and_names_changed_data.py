@@ -77,6 +77,7 @@ def test_changed_data_is_refused_with_names_and_rows_then_accepted(cli, ranks):
     assert tokenizer(cli) == before
 
 
+@pytest.mark.slow
 def test_the_kept_tokenizer_serves_when_nothing_is_cached_and_the_file_has_moved_on(cli):
     """The prepared data is gone and a tokenizer of the same rows would be made anew: the run's own is taken."""
     before = begin(cli)

@@ -55,7 +55,8 @@ def test_a_prompt_without_tokens_costs_no_training(cli):
     assert summary(cli)["failed"] == ["step 4: samples"]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_an_evaluation_that_fails_on_one_rank(cli, rank):
     cli.inject(break_on(rank, "tercet.data.loader", "m.Loader", "evaluation"))
     done = cli.run("train", "small.yaml", "--ranks", "2", "--output", "run", *STEPS, "strategy=zero2", code=1)

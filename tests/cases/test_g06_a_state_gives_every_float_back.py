@@ -47,6 +47,7 @@ def test_what_is_not_finite_is_not_the_best(tmp_path, bad):
     assert [s.step for s in read_checkpoints(tmp_path / "checkpoints") if s.best] == [2]
 
 
+@pytest.mark.slow
 def test_a_run_whose_validation_is_not_finite_resumes(cli):
     cli.inject("""
         import tercet.engine.native as m

@@ -86,7 +86,8 @@ def test_a_terminal_that_is_closed(cli):
     assert "stopping: finishing step" in (cli.folder / "run" / "logs" / "session.log").read_text()
 
 
-@pytest.mark.parametrize("stream", ["both", pytest.param("closed from the start", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stream", ["both", "closed from the start"])
+@pytest.mark.slow
 def test_a_reader_that_goes_does_not_end_the_run(cli, stream):
     arguments = ("train", "small.yaml", "--ranks", "2", "--output", "run", *QUICK)
     command = f"{sys.executable} -m tercet {' '.join(arguments)}"

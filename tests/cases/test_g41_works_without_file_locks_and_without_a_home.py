@@ -36,6 +36,7 @@ def test_a_run_of_two_ranks_trains_and_resumes(cli):
     assert not list((cli.folder / "run").glob(".*owner*"))
 
 
+@pytest.mark.slow
 def test_a_second_process_is_still_refused(cli):
     without_locks(cli, errno.ENOSYS)
     first = cli.start("train", "small.yaml", "--ranks", "1", "--output", "run", "train.steps=100000")
@@ -86,6 +87,7 @@ pwd.getpwuid = getpwuid
 """
 
 
+@pytest.mark.slow
 def test_a_user_without_home_or_name(cli, finished):
     place = cli.folder / "patch"
     place.mkdir()

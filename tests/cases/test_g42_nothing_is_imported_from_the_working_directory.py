@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 from tercet import children
 from tercet.data.encoders import Encoders
 from tercet.data.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ def test_a_command_alone(cli):
     nothing_of(cli)
 
 
+@pytest.mark.slow
 def test_a_whole_run_although_an_empty_entry_of_pythonpath_means_the_working_directory(cli):
     strangers(cli.folder)
     cli.environment["PYTHONPATH"] = os.pathsep + str(cli.folder / "nothing")

@@ -41,6 +41,7 @@ def test_a_usual_schedule_says_nothing():
     assert schedule_remarks(OptimSection(), 1) == []
 
 
+@pytest.mark.slow
 def test_a_run_says_it_once(cli):
     done = cli.run(
         "train", "small.yaml", "--ranks", "2", "--output", "run", "train.steps=3", "train.sample_prompts=[]",

@@ -26,7 +26,7 @@ def failed_start(cli) -> None:
     assert (cli.folder / "run" / "recipe.yaml").exists()
 
 
-@pytest.mark.parametrize("way", ["output", "resume"])
+@pytest.mark.parametrize("way", ["output", pytest.param("resume", marks=pytest.mark.slow)])
 def test_after_bad_data(cli, way):
     failed_start(cli)
     if way == "output":
@@ -37,6 +37,7 @@ def test_after_bad_data(cli, way):
     assert "bad_rows: skip" in (cli.folder / "run" / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_one_that_has_stepped_is_not(cli):
     cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", "train.steps=2")
     refused = cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", code=2)

@@ -60,6 +60,7 @@ def test_a_plan_over_ulimit_is_refused_with_the_figures_before_anything_starts(c
     assert "Traceback" not in done.stderr and not (cli.folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_ranks_hint_names_the_limit(cli):
     cli.inject("""
         import signal

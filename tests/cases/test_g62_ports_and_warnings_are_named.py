@@ -64,6 +64,7 @@ def test_the_first_of_each_kind_with_its_rank(cli):
 
 
 @pytest.mark.parametrize("ranks", ["1"])
+@pytest.mark.slow
 def test_a_quiet_run_shows_no_warning(cli, ranks):
     done = cli.run("train", "small.yaml", "--ranks", ranks, "--output", "run", "train.steps=2")
     assert "rank 0: " not in done.stderr
