@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from tercet.engine import StepResult
 from tercet.parallel.world import World
-from tercet.spec.recipe import OptimSection, TrainSection
-from tercet.training.loop import Loop, Progress
+from tercet.spec.recipe import OptimSection
+from tercet.spec.run_folder import RunFolder
 from tercet.training.schedule import learning_rate
+from tests.loops import Dealt, loop_of, recorder_of
+from tests.tiny import tiny_engine, tiny_strategy
 
-STEPS, WARMUP, LR = 12, 4, 1e-3
+ROWS, STEPS, WARMUP, LR = 12, 12, 4, 1e-3
 
 
 def closed(schedule: str, s: int, low: float = 0.1) -> float:
@@ -38,75 +39,37 @@ def test_closed_formula(schedule):
     assert rates[WARMUP - 1] == pytest.approx(LR)
 
 
-class FakeEngine:
-    """Counts what the loop hands over; the loop must not know whether it is real."""
-
-    def __init__(self, skip: set[int] = frozenset()):
-        self.rates: list[float] = []
-        self.calls = 0
-        self._skip = skip
-
-    def step(self, micro_batches, lr, terms=None):
-        self.calls += 1
-        if self.calls in self._skip:
-            return StepResult(math.nan, math.nan, 1, updated=False)
-        self.rates.append(lr)
-        return StepResult(1.0, 1.0, 1)
-
-    def evaluate(self, batch):
-        return math.nan, 1
-
-
-class FakeBatches:
-    def __init__(self, accumulation: int):
-        self.accumulation = accumulation
-
-    def micro_batches(self, step, *, rank, ranks, micro_batch):
-        class Batch:
-            rows = [step]  # noqa: RUF012
-
-        return [Batch() for _ in range(self.accumulation)]
+def train(world: World, precision: str, micro: int, overflows: bool, folder):
+    """Twelve real steps; in fp16 the first scale may overflow, so that some are skipped. Return the optimizer's rates."""
+    engine = tiny_engine(world, tiny_strategy("ddp", world.size, ROWS, micro), precision)
+    if overflows:
+        engine._scaler.scale = 2.0**26
+    record = recorder_of(world, folder, STEPS)
+    optim = OptimSection(lr=LR, warmup_steps=WARMUP, min_lr_ratio=0.1)
+    loop = loop_of(world, engine, Dealt(ROWS), STEPS, micro_batch=micro, record=record, optim=optim)
+    used = []
+    for _ in range(STEPS):
+        before = loop.progress.updates
+        loop._step()
+        used.append(engine.optimizer.param_groups[0]["lr"] if loop.progress.updates > before else None)
+    if record is not None:
+        record.close()
+    return used
 
 
-class FakeCheckpoints:
-    last_step = -1
-
-    def save(self, engine, state):
-        self.last_step = state["step"]
-
-    def writing(self):
-        return False
-
-    def finish(self):
-        return True
+@pytest.mark.parametrize(("size", "micro"), [(1, 12), (1, 3), (2, 6), (3, 1)])
+def test_ranks_and_accumulation_do_not_move_it(pools, tmp_path, size, micro):
+    expected = [closed("cosine", s) for s in range(STEPS)]
+    for used in pools[size].run(train, "fp32", micro, False, tmp_path):
+        assert used == pytest.approx(expected)
+    logged = [e["lr"] for e in RunFolder(tmp_path).read_events() if e["event"] == "step"]
+    assert logged == pytest.approx(expected)
 
 
-def run(accumulation: int, skip: set[int] = frozenset()) -> FakeEngine:
-    import torch
-
-    engine = FakeEngine(skip)
-    Loop(
-        engine,
-        FakeBatches(accumulation),
-        World(0, 1, 0, torch.device("cpu")),
-        FakeCheckpoints(),
-        None,
-        TrainSection(nonfinite="skip"),
-        OptimSection(lr=LR, warmup_steps=WARMUP, min_lr_ratio=0.1),
-        total_steps=STEPS,
-        micro_batch=1,
-        checkpoint_every=0,
-        progress=Progress(),
-        stop_requested=lambda: False,
-        state={},
-        has_validation=False,
-    ).run()
-    return engine
-
-
-def test_accumulation_does_not_move_it():
-    assert run(1).rates == run(4).rates == pytest.approx([closed("cosine", s) for s in range(STEPS)])
-
-
-def test_a_skipped_step_does_not_move_it():
-    assert run(1, skip={3}).rates == pytest.approx([closed("cosine", s) for s in range(STEPS - 1)])
+@pytest.mark.parametrize(("size", "micro"), [(1, 3), (3, 2)])
+def test_steps_that_fp16_skips_do_not_move_it(pools, tmp_path, size, micro):
+    for used in pools[size].run(train, "fp16", micro, True, tmp_path):
+        rates = [lr for lr in used if lr is not None]
+        skipped = len(used) - len(rates)
+        assert 0 < skipped < STEPS - WARMUP and used[:skipped] == [None] * skipped
+        assert rates == pytest.approx([closed("cosine", s) for s in range(len(rates))])

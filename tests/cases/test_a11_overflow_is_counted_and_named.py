@@ -15,9 +15,9 @@ from tercet.engine import StepResult
 from tercet.engine.deepspeed.config import deepspeed_config
 from tercet.errors import NotLegalError, TercetError
 from tercet.parallel.world import World
-from tercet.spec.recipe import OptimSection, TrainSection
-from tercet.training.loop import Loop, Progress
+from tercet.spec.recipe import OptimSection
 from tests.deepspeed_tiny import engine_of, layout, needs_deepspeed
+from tests.loops import loop_of
 from tests.tiny import micro_batches, tiny_model, whole_weights
 
 ROWS, LIMIT, STEPS = 6, 3, 7
@@ -35,32 +35,13 @@ class Batches:
         return micro_batches(step, rank, ranks, micro_batch, ROWS)
 
 
-def loop_of(engine, batches, world: World, **train) -> Loop:
-    return Loop(
-        engine,
-        batches,
-        world,
-        None,
-        None,
-        TrainSection(nonfinite_limit=LIMIT, **train),
-        OptimSection(lr=1e-2, schedule="constant"),
-        total_steps=STEPS,
-        micro_batch=1,
-        checkpoint_every=0,
-        progress=Progress(),
-        stop_requested=lambda: False,
-        state={},
-        has_validation=False,
-    )
-
-
 def train(world: World, name: str, precision: str, bad: set[int]):
     engine = engine_of(world, layout(name, world.size, ROWS), ROWS, precision)
     engine.module.poison = False
     engine.module.model.norm.register_forward_hook(
         lambda m, i, out: out * float("inf") if engine.module.poison else out
     )
-    loop = loop_of(engine, Batches(engine, bad), world, nonfinite="skip")
+    loop = loop_of(world, engine, Batches(engine, bad), STEPS, nonfinite="skip", nonfinite_limit=LIMIT)
     message = None
     before = None
     try:
@@ -123,7 +104,9 @@ class Overflowing:
 
 def test_overflows_that_find_the_scale_do_not_stop_a_run():
     engine = Overflowing({1, 2, 5})
-    loop = loop_of(engine, Batches(engine, set()), ALONE)  # nonfinite is stop: that is for losses
+    loop = loop_of(
+        ALONE, engine, Batches(engine, set()), STEPS, nonfinite_limit=LIMIT
+    )  # nonfinite is stop: that is for losses
     while loop.progress.step < STEPS:
         loop._step()
     assert (loop.progress.updates, loop.progress.skipped_in_a_row) == (STEPS - 3, 0)
@@ -132,7 +115,7 @@ def test_overflows_that_find_the_scale_do_not_stop_a_run():
 
 def test_a_scale_that_only_falls_stops_the_run():
     engine = Overflowing(set(range(1, 20)))
-    loop = loop_of(engine, Batches(engine, set()), ALONE)
+    loop = loop_of(ALONE, engine, Batches(engine, set()), STEPS, nonfinite_limit=LIMIT)
     with pytest.raises(TercetError, match="3 steps in a row were skipped") as caught:  # noqa: PT012
         while True:
             loop._step()

@@ -13,6 +13,7 @@ from tercet.errors import InputError
 from tests.texts import made, sentence
 
 CHINESE = "我在年青时候也曾经做过许多梦"
+WRITTEN = {".yaml", ".json", ".jsonl", ".html", ".log"}
 
 
 def test_a_stray_byte_is_named_by_line_and_offset(tmp_path):
@@ -50,9 +51,9 @@ def test_a_console_without_letters_prints_all_the_same(tmp_path):
     )
     environment = {**os.environ, "LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
-    def run(*arguments):
-        command = [sys.executable, "-m", "tercet", "prepare", str(recipe), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    def run(*arguments, command="prepare"):
+        words = [sys.executable, "-m", "tercet", command, str(recipe), *arguments]
+        return subprocess.run(words, env=environment, capture_output=True, timeout=120, cwd=tmp_path)
 
     stopped = run()
     assert stopped.returncode == 2, stopped.stderr
@@ -65,6 +66,15 @@ def test_a_console_without_letters_prints_all_the_same(tmp_path):
     assert found["hit"] is True and CHINESE[:4] in found["samples"][0]
     manifest = next((tmp_path / "c").glob("*/manifest.json"))
     assert "数据.jsonl" in manifest.read_text(encoding="utf-8")
+    # A training run: its samples and data's names are Chinese, and all that it leaves behind is UTF-8.
+    folder = tmp_path / "运行"
+    keys = ("data.bad_rows=skip", "train.steps=2", "train.batch_sequences=2", "data.validation=none", "--ranks", "1")
+    trained = run(*keys, f"train.sample_prompts=[{CHINESE[:6]}]", "--output", str(folder), command="train")
+    assert trained.returncode == 0, trained.stderr
+    assert b"Traceback" not in trained.stdout + trained.stderr
+    texts = {p.suffix: p.read_bytes().decode("utf-8") for p in folder.rglob("*") if p.suffix in WRITTEN}
+    assert texts.keys() == WRITTEN
+    assert CHINESE[:6] in texts[".jsonl"] and "数据.jsonl" in texts[".html"] and "数据.jsonl" in texts[".yaml"]
 
 
 def test_a_file_name_that_is_no_text(tmp_path):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
 import sentencepiece
 
-from tercet.data import tokenizer
+from tercet.data import tokenize, tokenizer
 from tercet.data.tokenize import Part, encode_stream, joint
 from tests.texts import made, sentence
 
@@ -99,6 +100,24 @@ def test_running_text_really_is_cut(tokenizers, name, how):
     if name == "byte-level":
         text = texts()["no spaces"]
         assert len(list(encode_stream(counting, [Part(text, True, True)], PIECE))) > 5
+
+
+@pytest.mark.parametrize("kind", ["words", "no spaces"])
+def test_four_times_the_text_is_four_times_the_work_in_the_same_memory(tokenizers, monkeypatch, kind):
+    """A document that comes in parts, as from a file: characters encoded, and the most held at once."""
+    monkeypatch.setattr(tokenize, "BATCH_CHARACTERS", 1 << 14)
+    text, work, held = texts()[kind][:50_000], [], []
+    for copies in (4, 16):
+        counting = Counting(tokenizers["byte-level"])
+        parts = (Part(f"{text} ", n == 0, n == copies - 1) for n in range(copies))
+        tracemalloc.start()
+        tokens = sum(len(e.ids) for e in encode_stream(counting, parts, PIECE))
+        held.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        work.append(counting.characters)
+        assert tokens > copies * len(text) / 8
+    assert work[1] < 4.5 * work[0]
+    assert held[1] < 1.5 * held[0]
 
 
 def test_documents_keep_their_order_among_huge_ones(tokenizers):

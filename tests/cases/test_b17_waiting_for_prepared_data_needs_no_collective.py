@@ -33,6 +33,35 @@ def work(data, name, events, go):
     events.put((name, "hit" if prepared.hit else "miss"))
 
 
+@pytest.mark.slow
+def test_a_preparation_longer_than_the_groups_time_out(cli, tmp_path):
+    """Three ranks whose collectives give up after 2 s; the one that prepares takes twice as long."""
+    cli.environment["XDG_CACHE_HOME"] = str(tmp_path / "empty")
+    cli.inject("""
+        import time
+        from pathlib import Path
+        import tercet.training.run as m
+        plain = m.prepare
+        def prepare(*args, progress, **keys):
+            def held(done, total, phase):
+                if phase == "tokenize" and not seen:
+                    seen.append(1)
+                    while not any("waiting" in p.read_text() for p in Path("run/logs").glob("rank-[12].log")):
+                        time.sleep(0.02)
+                    time.sleep(4)
+                progress(done, total, phase)
+            return plain(*args, progress=held, **keys)
+        seen = []
+        m.prepare = prepare
+    """)
+    short = ("train.steps=2", "train.sample_prompts=[]", "train.collective_timeout_seconds=2")
+    done = cli.run("train", "small.yaml", "--ranks", "3", "--output", "run", *short)
+    logs = [(cli.folder / "run" / "logs" / f"rank-{n}.log").read_text() for n in range(3)]
+    waited = ["waiting" in log or (n == 0 and "waiting" in done.stderr) for n, log in enumerate(logs)]
+    assert sum(waited) == 2, "two wait, and each says so"
+    assert len(cli.losses("run")) == 2
+
+
 @pytest.fixture
 def data(tmp_path):
     return section(tmp_path, write_rows(tmp_path / "rows.jsonl", [sentence(n) for n in range(50)]))

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
-import signal
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from tercet.errors import InputError
+from tercet.parallel.world import World, open_world
 from tercet.training.checkpoint import fault_of, find_checkpoint, steps_in
 from tests.cases.checkpoints import SmallEngine, checkpoints, state
+from tests.tiny import tiny_engine, tiny_strategy
+
+RANKS = 3
 
 
-def test_killed_twenty_times(tmp_path):
-    chance = random.Random(4)
-    first = 1
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            keeper = checkpoints(tmp_path)
-            for step in range(first, first + 10_000):
-                keeper.save(SmallEngine(), state(step))
-            os._exit(0)
-        deadline = time.monotonic() + 30
-        while not any(step >= first for step, _ in steps_in(tmp_path / "checkpoints")) and time.monotonic() < deadline:
+def save_for_ever(rank: int, store: str, folder: Path, first: int) -> None:
+    """One of three ranks: load the newest checkpoint and save a step after the other until it is killed."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    world = open_world(60, store)
+    engine = tiny_engine(world, tiny_strategy("zero2", RANKS, RANKS))
+    keeper = checkpoints(folder, world)
+    if found := find_checkpoint(folder / "checkpoints", world):
+        engine.load(found.folder)
+    for step in range(first, first + 100_000):
+        engine.steps_done = step  # is in every save: the position that a resumed engine takes over
+        keeper.save(engine, state(step))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_three_ranks_killed_while_they_save(tmp_path, kills):
+    # Forked from one process that has imported everything: starting three anew costs seconds each time.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "tercet.parallel.shard"])
+    chance, first = random.Random(4), 1
+    for number in range(kills):
+        store = str(tmp_path / f"store-{number}")
+        ranks = [context.Process(target=save_for_ever, args=(r, store, tmp_path, first)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        while not any(step >= first for step, _ in steps_in(tmp_path / "checkpoints")):
+            assert all(process.is_alive() for process in ranks)
             time.sleep(0.001)
-        time.sleep(chance.random() * 0.02)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        time.sleep(chance.random() * 0.05)  # somewhere in a save
+        for process in chance.sample(ranks, RANKS):
+            process.kill()
+        for process in ranks:
+            process.join()
         found = find_checkpoint(tmp_path / "checkpoints")
-        assert found is not None
-        assert found.skipped == []
+        assert found is not None and found.skipped == []
         assert fault_of(found.folder) is None
         assert found.state["step"] >= first
         first = found.state["step"] + 1
+        alone = tiny_engine(World(0, 1, 0, torch.device("cpu")), tiny_strategy("single", 1, 1))
+        alone.load(found.folder)
+        assert alone.steps_done == found.state["step"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "manifest"])

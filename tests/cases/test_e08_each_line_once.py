@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 
@@ -10,7 +12,8 @@ def test_lines(finished):
     text = (cli.folder / "errors.txt").read_text()
     assert "\r" not in text
     assert "\x1b" not in text
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert [line for line, times in Counter(lines).items() if times > 1] == []
     for what in ("validation loss", "step 1/30 ", "step 30/30  loss", "run folder"):
         wanted = 2 if what == "validation loss" else 1
         assert sum(what in line for line in lines) == wanted, what

@@ -12,12 +12,28 @@ from tests.tiny import micro_batches, tiny_engine, tiny_strategy
 ROWS = 6
 
 
+def chosen_in_float64(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3's choice (arXiv 2412.19437, section 2.1.2), written out for two groups of which one is kept."""
+    scores = (x.double() @ weight.double().T).sigmoid() + bias.double()
+    groups = scores.unflatten(-1, (2, 4))
+    best = groups.topk(2, dim=-1).values.sum(-1).argmax(-1)
+    kept = torch.arange(8) // 4 == best[:, None]
+    return scores.masked_fill(~kept, -torch.inf).topk(2, dim=-1).indices.sort(-1).values
+
+
 def train_bf16(world, word):
     engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, 1), "bf16", tiny_deepseek())
     seen = []
+
+    def watch(gate, inputs, choice):
+        weights, experts, scores = choice
+        (x,) = inputs
+        expected = chosen_in_float64(x.detach(), gate.weight.detach(), gate.e_score_correction_bias)
+        seen.append((scores.dtype, weights.dtype, torch.equal(experts.sort(-1).values, expected)))
+
     for module in engine.module.modules():
         if isinstance(module, Gate):
-            module.register_forward_hook(lambda _, __, choice: seen.append((choice[2].dtype, choice[0].dtype)))
+            module.register_forward_hook(watch)
     for step in range(2):
         result = engine.step(micro_batches(step, world.rank, world.size, 1, ROWS), 1e-2)
         assert result.updated
@@ -29,7 +45,7 @@ def train_bf16(world, word):
 def test_scores_and_weights_are_fp32(pools, size, word):
     for seen, dtypes in pools[size].run(train_bf16, word):
         assert seen
-        assert set(seen) == {(torch.float32, torch.float32)}
+        assert set(seen) == {(torch.float32, torch.float32, True)}
         assert dtypes == {torch.float32}
 
 

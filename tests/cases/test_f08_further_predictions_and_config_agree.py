@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tercet.engine import EngineSetup, Terms
+from tercet.engine.native import NativeEngine
 from tercet.spec.families import describe
-from tercet.spec.recipe import ModelSection
-from tercet.weights.reading import load_model, open_weights
+from tercet.spec.recipe import ModelSection, OptimSection
+from tercet.weights.reading import load_model, open_weights, stored_weights
 from tercet.weights.writing import save_folder
 from tests.cases.test_e20_names_and_layout_survive import random_tensors
 from tests.deepseek_tiny import tiny_deepseek
-from tests.tiny import micro_batches, tiny_engine, tiny_strategy
+from tests.tiny import micro_batches, tiny_strategy
 
 
 @pytest.fixture
@@ -39,18 +42,38 @@ def test_carried_unchanged(folder, tmp_path_factory):
     assert json.loads((again / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_trained(pools, folder):
-    weights, before = pools[1].run(train_from, str(folder))[0]
-    for name in ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.down_proj"):
-        assert not torch.equal(weights[name], before[name])
+def train_and_export(world, folder: str, depth: int, weight: float, out: str):
+    """Two steps from the folder's weights, then the export of a run: through rank 0, gathered from all."""
+    spec = describe(ModelSection(path=folder, mtp_depth=depth))
+    strategy = tiny_strategy("zero3", world.size, 4)
+    engine = NativeEngine(
+        EngineSetup(spec, strategy, OptimSection(eps=1e-3), "fp32", world, seed=7, weights=stored_weights(folder, spec))
+    )
+    for step in range(2):
+        engine.step(micro_batches(step, world.rank, world.size, 1, 4), 1e-2, Terms(spec.balance, weight))
+    if world.rank == 0:
+        save_folder(Path(out), spec, engine.weights(), torch.float32, source=Path(folder))
+    else:
+        list(engine.weights())
+    world.meet()
 
 
-def train_from(world, folder):
-    spec = describe(ModelSection(path=folder))
-    engine = tiny_engine(world, tiny_strategy("single", 1, 4), model=spec)
-    before = {n: t.clone() for n, t in engine.weights()}
-    engine.step(micro_batches(0, 0, 1, 4, 4), 1e-2)
-    return {n: t.clone() for n, t in engine.weights()}, before
+@pytest.mark.parametrize(("depth", "weight"), [(1, 0.3), (1, 0.0), (0, 0.0)])
+def test_a_run_trains_carries_or_removes(pools, folder, tmp_path_factory, depth, weight):
+    """With a weight of 0 they are carried through a run bit for bit; switched off, keys and config say so."""
+    out = tmp_path_factory.mktemp("out")
+    pools[2].run(train_and_export, str(folder), depth, weight, str(out))
+    before, after = (load_file(f / "model.safetensors") for f in (folder, out))
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == depth
+    own = {n for n in before if n.startswith("model.layers.2.") and ".embed_tokens." not in n and ".head." not in n}
+    assert own and not torch.equal(before["model.layers.1.mlp.gate.weight"], after["model.layers.1.mlp.gate.weight"])
+    if depth == 0:
+        assert after.keys() == {n for n in before if not n.startswith("model.layers.2.")}
+        assert load_model(out).spec.mtp == ()
+    else:
+        assert after.keys() == before.keys()
+        same = {n: torch.equal(before[n], after[n]) for n in own}
+        assert all(same.values()) if weight == 0 else not any(v for n, v in same.items() if "proj" in n)
 
 
 def test_removed_with_the_field_at_zero(folder, tmp_path_factory):

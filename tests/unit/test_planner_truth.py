@@ -13,7 +13,7 @@ import pytest
 from bench.published import read_row
 
 from tercet.planner import calibrate
-from tercet.planner.clock import clock, step_seconds
+from tercet.planner.clock import clock
 from tercet.planner.constants import NAMES, Constants, about, load
 
 ROOT = Path(__file__).parents[2]
@@ -79,13 +79,12 @@ def test_constants_are_shares_where_they_say_so():
 
 
 def test_the_clock_answers_to_what_it_models(rows):
-    """More bandwidth, fewer tokens, less recomputing: each makes a step shorter, and rows add up."""
+    """More bandwidth, fewer tokens, less recomputing: each makes a step shorter."""
     row = next(r for r in rows if r.id == "m061")
     from tercet.spec.counts import Counts
 
     counts, c = Counts(row.model), load()
     base = clock(counts, row.job, row.machine, c)
-    assert step_seconds(base) == pytest.approx(sum(base.values()))
     fast = clock(counts, row.job, replace(row.machine, measured={"all_reduce": 50e9}), c)
     assert fast["communication"] < base["communication"] / 3
     lighter = clock(counts, replace(row.job, recompute="none"), row.machine, c)
