@@ -50,15 +50,6 @@ def parse_bytes(text: str) -> int:
     return round(value * scale)
 
 
-def parse_seconds(text: str) -> float:
-    """Read a duration: 90, 90s, 15m, 2h, 1d."""
-    value, suffix = _split(text, "a duration")
-    scale = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(suffix.lower())
-    if scale is None:
-        raise ValueError(f"{text!r} has an unknown unit {suffix!r}; use s, m, h or d")
-    return value * scale
-
-
 def show_bytes(value: float) -> str:
     """Print a size in binary units, as people mean "a 24 GB card": 21.4 GiB."""
     for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

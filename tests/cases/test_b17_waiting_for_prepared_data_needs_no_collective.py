@@ -40,7 +40,7 @@ def test_a_preparation_longer_than_the_groups_time_out(cli, tmp_path):
     cli.inject("""
         import time
         from pathlib import Path
-        import tercet.training.run as m
+        import tercet.training.assembly as m
         plain = m.prepare
         def prepare(*args, progress, **keys):
             def held(done, total, phase):

@@ -26,7 +26,7 @@ def test_a_few_rows_fill_a_batch(tmp_path, rows, ranks):
     )
     assert prepared.train.rows_per_epoch == rows  # 128 tokens have room for one of them
     loader = Loader(prepared, 8, 0)
-    assert loader.steps_per_epoch == rows / 8
+    assert loader.rows_per_epoch == rows
     used = Counter()
     for step in range(3):
         batches = [b for r in range(ranks) for b in loader.micro_batches(step, rank=r, ranks=ranks, micro_batch=2)]

@@ -85,7 +85,7 @@ def test_in_data_preparation(cli, tmp_path):
     cli.environment["XDG_CACHE_HOME"] = str(tmp_path / "empty-cache")
     cli.inject("""
         import pathlib, time
-        import tercet.training.run as m
+        import tercet.training.assembly as m
         plain = m.prepare_data
         def slow(*args):
             pathlib.Path(f'mark-{RANK}').touch()

@@ -73,7 +73,7 @@ def test_an_evaluation_that_fails_on_one_rank(cli, rank):
 
 @pytest.mark.slow
 def test_an_export_that_fails(cli):
-    cli.inject(break_on(0, "tercet.training.run", "m", "save_folder", "OSError(5, 'Input/output error', 'model')"))
+    cli.inject(break_on(0, "tercet.training.finish", "m", "save_folder", "OSError(5, 'Input/output error', 'model')"))
     done = cli.run("train", "small.yaml", "--ranks", "2", "--output", "run", *STEPS, code=1)
     saved(cli)
     assert "the trained model could not be written: rank 0" in done.stderr and "Input/output error" in done.stderr

@@ -30,7 +30,7 @@ WORK = {
     "pruning": ("tercet.training.checkpoint", "m.Checkpoints", "_prune", 0),
     "loading the weights": ("tercet.engine.native", "m", "initial_tensor", 1),
     "the trained model": ("tercet.weights.writing", "m", "save_file", 0),
-    "the summary": ("tercet.training.run", "m", "_summary", 0),
+    "the summary": ("tercet.training.finish", "m", "_summary", 0),
     "the record": ("tercet.training.record", "m.Recorder", "__init__", 0),
 }
 SHORT = ("train.steps=2", "output.checkpoint_every=1", "train.evaluate_every=0", "data.validation=none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.spec.recipe import load_recipe
-from tercet.training.run import rows_beyond, steps_of
+from tercet.training.assembly import rows_beyond, steps_of
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ import importlib
 import io
 import pkgutil
 import sys
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from tercet.errors import TercetError
+from tercet.errors import InputError, InterruptedRun, TercetError, file_error
 
 app = typer.Typer(
     name="tercet",
@@ -46,8 +44,6 @@ for _command in pkgutil.iter_modules(__path__):
 
 def main() -> None:
     """Run the command line; every error is one message on stderr and an exit code, never a traceback."""
-    from tercet.errors import TercetError, file_error
-
     for stream in (sys.stdout, sys.stderr):
         # A console that lacks a character shows a mark instead of ending the run.
         if isinstance(stream, io.TextIOWrapper):
@@ -83,8 +79,6 @@ def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
     from importlib.metadata import requires
     from re import match
 
-    from tercet.errors import InputError
-
     wanted = (error.name or "").partition(".")[0]
     lines = (match(r"([\w-]+).*extra == \W(\w+)", line) for line in requires("tercet") or ())
     extras = {"google": "train", "tensorboard": "train"}
@@ -100,8 +94,6 @@ def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
 
 def show_error(error: TercetError) -> None:
     """Print an error; a console that is gone does not change the exit code."""
-    from tercet.errors import InterruptedRun
-
     kind = "" if isinstance(error, InterruptedRun) else "error: "
     with contextlib.suppress(OSError):
         print(f"{kind}{error}", file=sys.stderr, flush=True)

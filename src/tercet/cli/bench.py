@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import InputError
+from tercet.training.needs import require_unix
+
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet bench first-light --ranks 1,3")
@@ -49,11 +52,9 @@ def run(
 
     import orjson
 
-    from tercet.errors import InputError
     from tercet.report.bench import markdown, picture
     from tercet.spec.machine import this_machine
     from tercet.spec.recipe import load_recipe
-    from tercet.training.needs import require_unix
 
     require_unix()  # before what only Unix has is imported
     from tercet.training.bench import bench

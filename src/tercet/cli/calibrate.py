@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.errors import InputError
+
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet calibrate runs/first-light-1")
@@ -26,7 +28,6 @@ def register(app: typer.Typer) -> None:
 def run(folders: list[str], forget: bool, as_json: bool) -> None:
     import orjson
 
-    from tercet.errors import InputError
     from tercet.planner.calibrate import corrections, of_run
     from tercet.planner.constants import load, load_for
     from tercet.probe.machine_file import update

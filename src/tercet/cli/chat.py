@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import TercetError
+
 COMMANDS = """\
 /system TEXT   say what the model is to be; begins the chat again
 /clear         begin again, with the same system text
@@ -61,8 +63,6 @@ def _line() -> str | None:
 
 def _answer_line(talk, line: str) -> bool:
     """Act on what was typed; return whether the chat goes on. Ctrl-C ends an answer, not the chat."""
-    from tercet.errors import TercetError
-
     if line in ("/quit", "/exit"):
         return False
     if not line:

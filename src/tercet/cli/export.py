@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from tercet.units import parse_bytes
+
 
 def register(app: typer.Typer) -> None:
     @app.command()
@@ -29,7 +31,6 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from tercet.inference.export import export_gguf, export_hf
-        from tercet.units import parse_bytes
 
         said: list[str] = []
 

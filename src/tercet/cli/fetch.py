@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import InputError
+
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet fetch deepseek-ai/deepseek-llm-7b-base")
@@ -37,7 +39,6 @@ def run(
     name: str, output: str | None, revision: str | None, token: str | None, only_config: bool, from_bin: bool
 ) -> str:
     """Return the folder. Raises InputError or TercetError with what to do."""
-    from tercet.errors import InputError
     from tercet.weights.hub import fetch
 
     target = Path(output).expanduser() if output else None
@@ -65,8 +66,6 @@ def run(
 
 def _local(folder: Path) -> Path:
     """Return a folder that is a model already, saying that nothing was fetched. Raises InputError for another folder."""
-    from tercet.errors import InputError
-
     if not (folder / "config.json").is_file():
         raise InputError(
             f"{folder} is a folder on this machine, and holds no config.json",

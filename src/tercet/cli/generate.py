@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import InputError
+
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet generate runs/first-light-1 'The for statement'")
@@ -78,8 +80,6 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     """Return the prompts of an argument or of a file. Raises InputError for neither, both, or a row without one."""
     import sys
     from pathlib import Path
-
-    from tercet.errors import InputError
 
     if (prompt is None) == (file is None):
         raise InputError("give a PROMPT, or --file with prompts", 'For example: tercet generate RUN "Once upon a time"')

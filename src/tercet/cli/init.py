@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.errors import InputError
+
 EXAMPLE = "Example: tercet init texts/*.jsonl --output mine.yaml"
 
 
@@ -29,7 +31,6 @@ def register(app: typer.Typer) -> None:
 
 def run(texts: list[str], model: str | None, output: str, as_json: bool) -> None:
     from tercet.data.sources import find
-    from tercet.errors import InputError
     from tercet.planner.answer import plan
     from tercet.spec.machine import this_machine
     from tercet.spec.recipe import SourceSection

@@ -8,6 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.errors import InputError, nearest
+from tercet.planner.table import grid, wrapped
+from tercet.units import show_bytes, show_count
+
 EXAMPLE = "Example: tercet list cards"
 
 
@@ -24,8 +28,6 @@ def register(app: typer.Typer) -> None:
 
 
 def run(what: str | None, as_json: bool) -> None:
-    from tercet.errors import InputError, nearest
-
     kinds = {"presets": presets, "recipes": recipes, "cards": cards}
     if what is not None and what not in kinds:
         raise InputError(f"{what!r} is not one of {', '.join(kinds)}{nearest(what, kinds)}")
@@ -88,9 +90,6 @@ def cards() -> list[dict[str, Any]]:
 
 
 def _section(kind: str, rows: list[dict[str, Any]], width: int) -> str:
-    from tercet.planner.table import grid, wrapped
-    from tercet.units import show_bytes, show_count
-
     if kind == "recipes":
         lines = [wrapped(f"{row['name']}: {row['says']}", width) for row in rows]
         return "\n".join(["Recipes (tercet train NAME):", *lines])

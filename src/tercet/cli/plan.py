@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tercet.errors import InputError, TercetError
+from tercet.planner.table import show
+
 if TYPE_CHECKING:
     from tercet.spec.recipe import Recipe
 
@@ -77,7 +80,6 @@ def run(
     details: bool,
     as_json: bool,
 ) -> None:
-    from tercet.errors import InputError
     from tercet.planner.command import train_command
 
     name = arguments.pop(0) if arguments and "=" not in arguments[0] else None
@@ -108,8 +110,6 @@ def run(
 
         typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
     else:
-        from tercet.planner.table import show
-
         typer.echo(show(answer, rows, shutil.get_terminal_size().columns, details))
     if "model" in answer and not answer["strategies"]:
         raise typer.Exit(3)
@@ -120,7 +120,6 @@ def with_length(name: str, overrides: list[str]) -> tuple[list[str], dict[str, A
 
     A bare model has no text, and a recipe with train.steps needs no counting.
     """
-    from tercet.errors import TercetError
     from tercet.planner.answer import is_recipe
     from tercet.spec.recipe import load_recipe
 

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.errors import NotLegalError
+from tercet.units import show_bytes, show_seconds
+
 
 def register(app: typer.Typer) -> None:
     @app.command()
@@ -110,7 +113,6 @@ def write(output: str, found: dict[str, Any], text: str, trace: dict[str, Any] |
 
 def _strategy(recipe: Any, machine: Any) -> tuple[Any, dict[str, Any]]:
     """Return the planner's choice and its plan; where it says that nothing fits, what the recipe says as it stands."""
-    from tercet.errors import NotLegalError
     from tercet.planner.answer import choose, predict
     from tercet.spec.families import describe
     from tercet.spec.strategy import Work, resolve, why_not
@@ -127,8 +129,6 @@ def _strategy(recipe: Any, machine: Any) -> tuple[Any, dict[str, Any]]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the rehearsal beside the plan, a line a figure."""
-    from tercet.units import show_bytes, show_seconds
-
     peak, planned = found["peak"], found["planned"]
     lines = [
         f"{found['strategy']}: {'fits' if found['fits'] else 'does not fit'} in {show_bytes(found['capacity_bytes'])}"

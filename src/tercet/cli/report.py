@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tercet.errors import InputError, file_error
+from tercet.spec.run_folder import open_run
+
 if TYPE_CHECKING:
     from tercet.report.story import Story
 
@@ -33,10 +36,8 @@ def register(app: typer.Typer) -> None:
 def run_several(folders: list[str], output: str | None, as_json: bool) -> None:
     import shutil
 
-    from tercet.errors import InputError
     from tercet.report.several import beside, show
     from tercet.report.story import read_story
-    from tercet.spec.run_folder import open_run
 
     if output is not None:
         raise InputError("--output is for one run's page", "Compared runs are printed; --json prints them as data.")
@@ -50,11 +51,9 @@ def run_several(folders: list[str], output: str | None, as_json: bool) -> None:
 
 
 def run(folder: str, output: str | None, as_json: bool) -> None:
-    from tercet.errors import file_error
     from tercet.report.page import write_report
     from tercet.report.show import to_json
     from tercet.report.story import read_story
-    from tercet.spec.run_folder import open_run
 
     opened = open_run(folder)
     target = opened.report if output is None else Path(output).expanduser()

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import InputError
+
 
 def register(app: typer.Typer) -> None:
     @app.command()
@@ -33,7 +35,6 @@ def register(app: typer.Typer) -> None:
 
         import uvicorn
 
-        from tercet.errors import InputError
         from tercet.inference.engine import Engine
         from tercet.inference.serve import LOOPBACK, Server
         from tercet.inference.served import open_served

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from tercet.errors import InputError, TercetError
+from tercet.report.compare import compare
+from tercet.spec.run_folder import open_run
+from tercet.training.needs import require_unix
+from tercet.units import show_bytes, show_count, show_seconds
+
 if TYPE_CHECKING:
     from tercet.training.session import Asked
 
@@ -52,9 +58,7 @@ def run(
     print_recipe: bool,
     as_json: bool,
 ) -> None:
-    from tercet.errors import InputError
     from tercet.spec.recipe import load_recipe, load_run_recipe
-    from tercet.training.needs import require_unix
 
     require_unix()  # before what only Unix has is imported
     from tercet.training.console import ConsoleFile
@@ -67,8 +71,6 @@ def run(
             raise InputError("train needs a recipe", "For example: tercet train first-light; or --resume RUN.")
         recipe, *arguments = arguments
     if print_recipe:
-        from tercet.spec.run_folder import open_run
-
         found = load_run_recipe(open_run(resume).recipe, arguments) if resume else load_recipe(recipe or "", arguments)
         typer.echo(found.model_dump_json(indent=2) if as_json else found.to_yaml().rstrip())
         return
@@ -85,7 +87,6 @@ def run(
 
 def _run_launched(asked: Asked, as_json: bool) -> NoReturn:
     from tercet.cli import show_error
-    from tercet.errors import TercetError
     from tercet.training.launched import run_launched
 
     try:
@@ -112,10 +113,6 @@ def _show_end(folder: str, as_json: bool) -> None:
 
 
 def _print_end(folder: str, as_json: bool) -> None:
-    from tercet.report.compare import compare
-    from tercet.spec.run_folder import open_run
-    from tercet.units import show_bytes, show_count, show_seconds
-
     run = open_run(folder)
     summary = run.read_summary() or {}
     compared = compare(run.read_plan() or {}, summary)

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from tercet.errors import InputError
+from tercet.spec.run_folder import open_run
+
 EXAMPLE = "Example: tercet watch runs/first-light-1"
 
 
@@ -23,9 +26,7 @@ def register(app: typer.Typer) -> None:
 def run(folder: str, port: int, every: int) -> None:
     import sys
 
-    from tercet.errors import InputError
     from tercet.report.watch import server_for
-    from tercet.spec.run_folder import open_run
 
     opened = open_run(folder)
     try:

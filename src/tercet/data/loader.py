@@ -88,10 +88,6 @@ class Loader:
     def rows_per_epoch(self) -> int:
         return self.mix.rows_per_epoch
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.rows_per_epoch / self.batch_sequences
-
     def micro_batches(self, step: int, *, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
         """Return the micro-batches of a step (from 0) for share `rank` of `ranks`: the mesh's data ranks.
 

@@ -23,6 +23,7 @@ from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Save, on_cards, restored
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
+from tercet.model.through_transformers import ThroughTransformers, check_documents
 from tercet.parallel.data import Replicated, pinned
 from tercet.parallel.layout import Layout
 from tercet.parallel.part import chunk_rows
@@ -53,8 +54,6 @@ class NativeEngine(EngineBase):
         self.module = self.layout.module
         self._balance_experts(setup.weights)
         if isinstance(self.spec, TransformersModel):
-            from tercet.model.through_transformers import check_documents
-
             check_documents(self.module, self.spec, self.world.device)
             self.layout.end_evaluation()
         self.optimizer = build_optimizer(self.layout.parts, setup.optim, setup.seed)
@@ -121,8 +120,6 @@ class NativeEngine(EngineBase):
 
     def _empty_module(self) -> Any:
         if isinstance(self.spec, TransformersModel):
-            from tercet.model.through_transformers import ThroughTransformers
-
             return ThroughTransformers(self.spec)
         with torch.device("meta"):
             return Decoder(self.spec)

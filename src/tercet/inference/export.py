@@ -15,10 +15,11 @@ from tercet.data.tokenizer import load
 from tercet.errors import InputError, TercetError
 from tercet.inference.template import find_template
 from tercet.spec.families import describe
+from tercet.spec.families.gguf import reader
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 from tercet.units import show_bytes
-from tercet.weights.gguf_writing import check_writable, write_gguf
+from tercet.weights.gguf_writing import CUTS, check_writable, write_gguf
 from tercet.weights.reading import DTYPES, load_model, model_place, open_weights, stored_dtype
 from tercet.weights.stored import Stored
 from tercet.weights.writing import save_folder
@@ -157,9 +158,6 @@ def _compare_logits(place: Path, file: Path, dtype: torch.dtype, say: Say) -> No
 def rebuilt_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """Return the tokenizer that a GGUF file's own entries mean, with the cut that its `pre` names in llama.cpp."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-
-    from tercet.spec.families.gguf import reader
-    from tercet.weights.gguf_writing import CUTS
 
     fields = reader(file).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()

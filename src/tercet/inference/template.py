@@ -8,6 +8,7 @@ from typing import Any
 
 from tercet.errors import InputError
 from tercet.spec.families import read_json_object
+from tercet.spec.families.gguf import reader
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -21,8 +22,6 @@ def find_template(folder: Path) -> str | None:
             if (folder / name).is_file() and (found := read_json_object(folder / name).get("chat_template")):
                 return _default(found)
     elif folder.suffix == ".gguf":
-        from tercet.spec.families.gguf import reader
-
         field = reader(folder).fields.get("tokenizer.chat_template")
         return None if field is None else str(field.contents())
     return None

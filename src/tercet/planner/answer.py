@@ -24,7 +24,7 @@ from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
-from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of
+from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, resolve
 from tercet.units import show_bytes
 
 __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
@@ -253,8 +253,6 @@ def refusal(search: Search, refused: Refusal, look: bool) -> dict[str, Any]:
 
 def _asked_for(search: Search, recipe: Recipe, ranks: int, missing: list[str]) -> dict[str, Any]:
     """Return the refusal of what is not built, with what it would take as far as the ledger knows it."""
-    from tercet.spec.strategy import resolve
-
     strategy = resolve(recipe.strategy, ranks, search.work)
     why = missing + refusals(search.counts.model, strategy, search.work, search.machine)
     entry: dict[str, Any] = {

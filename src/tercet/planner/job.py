@@ -21,7 +21,6 @@ from tercet.spec.strategy import Strategy, Work
 #   fused     hand-written kernels (Triton, Transformer Engine, CUDA)
 Kernels = Literal["eager", "native", "compiled", "fused"]
 Loss = Literal["full", "chunked", "fused"]
-OFFLOADS = ("optimizer", "weights", "gradients", "activations")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import InputError
+from tercet.probe import collectives, processor
 from tercet.probe.inventory import Finding, findings, inventory
+from tercet.probe.machine_file import update
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.machine import MEASURED, card_here, read_machine_file
 from tercet.units import show_bytes
@@ -28,9 +30,6 @@ def examine(ranks: int | None, quick: bool, say: Callable[[str], None]) -> dict[
 
 
 def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], None]) -> None:
-    from tercet.probe import collectives, processor
-    from tercet.probe.machine_file import update
-
     cards = report["inventory"]["cards"]
     if cards and not processor.devices():
         raise InputError(
@@ -80,8 +79,6 @@ def _unknown_cards(
     rows: list[dict[str, str]], devices: list[Any], say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Return name -> measured block of every card here that the shipped table lacks, and of those measured before."""
-    from tercet.probe import processor
-
     found = dict((read_machine_file() or {}).get("cards", {}))
     for row, device in zip(rows, devices, strict=False):
         try:

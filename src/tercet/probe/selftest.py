@@ -23,6 +23,7 @@ from typing import Any
 from tercet import children
 from tercet.errors import TercetError
 from tercet.parallel.bond import die_with_parent
+from tercet.spec.cards import detect_gpus
 
 LIMIT_SECONDS = 20.0
 GRACE_SECONDS = 10.0  # for the other ranks to tell what they know, after one has failed
@@ -209,7 +210,6 @@ def environment_for(ranks: int, say: Callable[[str], None] = lambda text: None) 
 
     On a CPU, or with one rank, nothing is tested: gloo has no peer access to get wrong.
     """
-    from tercet.spec.cards import detect_gpus
 
     cards = detect_gpus()
     if ranks < 2 or len(cards) < 2:

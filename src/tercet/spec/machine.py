@@ -181,7 +181,6 @@ class Machine:
     lanes: tuple[int, ...] | None = None
     host_bytes: int | None = None
     host_limit: str | None = None  # who allows no more than host_bytes, when that is less than the machine has
-    disk_bytes: int | None = None
     peer_access: bool | None = None
     measured: dict[str, float] = field(default_factory=dict, hash=False)
     measured_at: str | None = None

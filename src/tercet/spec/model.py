@@ -216,15 +216,6 @@ class Model:
         """Parameters that one token makes use of: all but the experts it is not sent to (table and head whole)."""
         return self.parameters - self.idle_parameters
 
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: active ones without the embedding; a tied head counts once.
-
-        The head counts once more for every further token that is predicted.
-        """
-        head = self.vocabulary * self.width
-        return self.active_parameters - (0 if self.tied else head) + len(self.mtp) * head
-
     def flops(self, tokens: int, context: float) -> int:
         """Return the forward FLOPs of `tokens` tokens, each attending to `context` on average, heads included."""
         blocks = sum(block.flops(self.width, tokens, context) for _, block in self.blocks())

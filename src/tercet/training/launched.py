@@ -17,6 +17,7 @@ from tercet.parallel.bond import die_with_parent
 from tercet.parallel.world import World, launch_variables, open_world
 from tercet.planner.launcher_files.conflicts import conflicts
 from tercet.planner.launcher_files.content import read_file
+from tercet.probe.selftest import environment_for
 from tercet.spec.recipe import Recipe, load_recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.spec.strategy import Strategy
@@ -87,8 +88,6 @@ def _say(text: str) -> None:
 
 
 def _open_session(asked: Asked, world: World, held: ExitStack) -> tuple[Session, _Told]:
-    from tercet.probe.selftest import environment_for
-
     session = Session(asked, _say, launcher_name(), world.size)
     if session.finished:
         return session, _Told(str(session.run.path), finished=True)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError, NotLegalError, who_may
+from tercet.planner.answer import plan_for_run
 from tercet.spec.axes.split import either
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
@@ -68,8 +70,6 @@ def check_output(wanted: str) -> None:
 
 def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     """Return plan.json's content for this machine. Raises NotLegalError with every reason why it cannot run."""
-    from tercet.planner.answer import plan_for_run
-
     if why := not_built(recipe):
         raise NotLegalError(why)
     ensure_here(recipe.model, say)
@@ -84,8 +84,6 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     if why := why_not(model, strategy, work):
         raise NotLegalError(why)
     if strategy.engine == "deepspeed":
-        from tercet.engine.deepspeed.installed import require_deepspeed
-
         require_deepspeed()
     say(f"weights: {recipe.model.start}")
     if plan["machine"]["kind"] == "gpu":

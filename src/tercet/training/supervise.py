@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tercet import children
 from tercet.errors import InterruptedRun, TercetError
+from tercet.probe.selftest import environment_for
 from tercet.training.cards import CardWatch
 from tercet.training.failure import first_error
 from tercet.training.pace import stopping_line
@@ -94,8 +95,6 @@ def _run_to_the_end(session: Session, stop: Stop, watch: tuple[int, int] | None)
 
 def _repairs(session: Session) -> dict[str, str]:
     """Return what collectives need on cards whose peer access lies or hangs."""
-    from tercet.probe.selftest import environment_for
-
     return environment_for(session.ranks, session.say)
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tercet.engine.deepspeed.async_io import ensure_built, require_direct_files
 from tercet.errors import InputError
 from tercet.spec.recipe import Recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Strategy
+from tercet.training.record import preparation_bar
 from tercet.units import show_bytes
 
 
@@ -37,8 +39,6 @@ class Swap:
         """Have the library built, the folder empty and room in it. Raises InputError that says what is missing."""
         if self._folder is None:
             return
-        from tercet.engine.deepspeed.async_io import ensure_built, require_direct_files
-        from tercet.training.record import preparation_bar
 
         with preparation_bar(Console(stderr=True)) as bar:
             ensure_built(say, bar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from tercet.errors import InputError
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder
+from tercet.model.through_transformers import ThroughTransformers, as_built
 from tercet.spec.families import FAMILIES, describe, read_config
 from tercet.spec.families.through_transformers import TransformersModel, in_transformers
 from tercet.spec.families.where import locate
@@ -19,9 +19,6 @@ from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 from tercet.weights.gguf import GGUFFile
 from tercet.weights.stored import SafetensorsFolder, Stored
-
-if TYPE_CHECKING:
-    from tercet.model.through_transformers import ThroughTransformers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -69,8 +66,6 @@ def load_model(folder: str | Path, dtype: str | None = None) -> Decoder | Throug
 
 def _load_through_transformers(place: Path, dtype: torch.dtype) -> ThroughTransformers:
     """Return the model of a folder whose architecture Tercet has not, in evaluation mode, on the CPU."""
-    from tercet.model.through_transformers import ThroughTransformers, as_built
-
     described = describe(ModelSection(path=str(place), module="transformers"))
     assert isinstance(described, TransformersModel)
     spec = as_built(described)

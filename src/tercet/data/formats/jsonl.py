@@ -142,11 +142,6 @@ def _named(text: str) -> str:
     return next((c for c in ("NaN", "-Infinity", "Infinity") if c in text), "NaN")
 
 
-def refuse_constant(name: str) -> Any:
-    """Raise ValueError: Python's parser would take NaN and Infinity, which JSON does not have."""
-    raise ValueError(f"{name} is not JSON")
-
-
 def _shown(line: bytes) -> str:
     return excerpt(line[:400].decode(errors="ignore"))
 

@@ -1,0 +1,103 @@
+"""After the last step: the trained model's folder, then the summary, which says that nothing is left to do."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tokenizers
+import torch
+from torch import Tensor
+
+from tercet import __version__
+from tercet.parallel.world import World
+from tercet.spec.families.where import locate
+from tercet.spec.recipe import Recipe
+from tercet.spec.run_folder import FORMAT, RunFolder
+from tercet.training.assembly import Assembled
+from tercet.training.disk import Disk, agreed
+from tercet.training.loop import Loop, peak_bytes
+from tercet.training.record import Recorder, write_json
+from tercet.training.trained import TrainedModel
+from tercet.weights.reading import DTYPES
+from tercet.weights.writing import save_folder
+
+
+def model_dtype(recipe: Recipe) -> str:
+    return recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
+
+
+def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> None:
+    """Write RUN/model, tensor by tensor through rank 0."""
+    recipe, prepared, spec = built.recipe, built.prepared, built.spec
+    dtype = DTYPES[model_dtype(recipe)]
+    ids = {"eos": prepared.eos_id, "bos": prepared.bos_id, "pad": prepared.pad_id}
+
+    def save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        save_folder(
+            folder,
+            spec,
+            tensors,
+            dtype,
+            prepared.tokenizer_folder,
+            ids,
+            source=locate(recipe.model.path) if recipe.model.path else None,
+            new_tokenizer=recipe.data.tokenizer != "model",
+        )
+
+    model = TrainedModel(built.run, built.world, built.engine, save, stopped)
+    disk.write("the trained model", spec.parameters * dtype.itemsize, model.attempt)
+
+
+def summarise(built: Assembled, disk: Disk, loop: Loop, record: Recorder | None, seconds: float) -> None:
+    """Say that the run is finished: nothing of it is left to do."""
+    run, world = built.run, built.world
+    memory = world.meet((peak_bytes(world.device), built.engine.memory()))
+
+    def write() -> None:
+        assert record is not None
+        record.flush()
+        content = _summary(run, world, memory, loop, seconds)
+        write_json(run.summary, content)
+        record.event("end", **{k: content[k] for k in ("train_loss", "validation_loss")}, step=loop.progress.step)
+
+    disk.write("summary.json", 0, lambda _: agreed(world, write, only=0)[1])
+
+
+def _summary(run: RunFolder, world: World, memory: list[Any], loop: Loop, seconds: float) -> dict[str, Any]:
+    p = loop.progress
+    steps = [row for row in run.read_events() if row["event"] == "step"]
+    steps = [row for row in steps if isinstance(row.get("seconds"), float) and isinstance(row.get("tokens"), int)]
+    timed = steps[len(steps) // 10 :] or steps  # the first tenth warms up
+    spent = sum(row["seconds"] for row in timed)
+    summary = {
+        "format": FORMAT,
+        "finished": True,
+        "steps": p.step,
+        "tokens": p.tokens,
+        "train_loss": p.train_loss,
+        "validation_loss": p.validation_loss,
+        "tokens_per_second": sum(row["tokens"] for row in timed) / spent if spent else None,
+        "step_seconds": spent / len(timed) if timed else None,
+        "seconds": seconds,
+        "ranks": world.size,
+        "device": world.device.type,
+        "peak_bytes_per_rank": [peak for peak, _ in memory],
+        "memory": {moment: [m[moment] for _, m in memory] for moment in ("between_steps", "peak")},
+        "failed": [f"step {step}: {what}" for step, what in loop.failed],
+        "versions": versions(),
+    }
+    return summary
+
+
+def versions() -> dict[str, str]:
+    return {
+        "tercet": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "tokenizers": tokenizers.__version__,
+        "python": platform.python_version(),
+    }
