@@ -29,10 +29,10 @@ def test_a_warning_of_rank_2_is_seen_with_its_rank(cli):
         import logging
         import tercet.engine.native as m
         plain = m.NativeEngine.generate
-        def generate(self, *args):
+        def generate(self, *args, **keys):
             if RANK == 2:
                 logging.getLogger("tercet").warning("something is odd here")
-            return plain(self, *args)
+            return plain(self, *args, **keys)
         m.NativeEngine.generate = generate
     """)
     done = cli.run("train", "small.yaml", "--ranks", "3", "--output", "run", "train.steps=2")
