@@ -70,8 +70,8 @@ def refused(world: World, which: str) -> str:
         kind, verb = DeepSpeedEngine, "_initialize"
     built = getattr(kind, verb)
 
-    def other(self, *arguments):
-        found = built(self, *arguments)
+    def other(self, *arguments, **keywords):
+        found = built(self, *arguments, **keywords)
         if which == "native":
             value = self.layout.parts[3].value
             self.optimizer.state[value]["exp_avg"] = torch.zeros_like(value, dtype=torch.float16)

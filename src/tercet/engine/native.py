@@ -57,10 +57,13 @@ class NativeEngine(EngineBase):
             check_documents(self.module, self.spec, self.world.device)
             self.layout.end_evaluation()
         self.optimizer = build_optimizer(self.layout.parts, setup.optim, setup.seed)
-        for part in self.layout.parts:
-            # Made now, not at the first step: what is held is then the same at every moment.
-            self.optimizer.state[part.value] = fresh_state(part.value, setup.optim.name == "adamw-8bit")
+        self._make_moments(in_blocks=setup.optim.name == "adamw-8bit")
         check_formats(setup.precision, "native", self._formats())
+
+    def _make_moments(self, in_blocks: bool) -> None:
+        """Make them now, not at the first step: what is held is then the same at every moment."""
+        for part in self.layout.parts:
+            self.optimizer.state[part.value] = fresh_state(part.value, in_blocks)
 
     # ------------------------------------------------------------------------------------------------ building
 
