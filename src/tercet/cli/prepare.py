@@ -1,4 +1,4 @@
-"""tercet prepare: check, tokenise and pack a recipe's data, and say what was found."""
+"""tercet prepare: check, tokenise and pack a recipe's data or a file, and say what was found."""
 
 from __future__ import annotations
 
@@ -6,61 +6,134 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from tercet.data.prepare import Prepared
+    from tercet.spec.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet prepare first-light --show 2")
     def prepare(
-        recipe: Annotated[str, typer.Argument(help="A recipe's file or name.")],
+        recipe: Annotated[
+            str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's file or name, or a file or folder of data.")
+        ],
         overrides: Annotated[
             list[str] | None,
             typer.Argument(metavar="[key=value]...", help="Recipe keys, such as data.bad_rows=skip."),
         ] = None,
+        model: Annotated[
+            str | None,
+            typer.Option(metavar="M", help="Whose tokenizer and template read the file: a preset, folder or hub name."),
+        ] = None,
         show: Annotated[
-            int, typer.Option(metavar="N", min=0, help="Print the first N sequences as they will be trained.")
+            int, typer.Option(metavar="N", min=0, help="Print the first N documents as they will be trained.")
         ] = 0,
+        ids: Annotated[bool, typer.Option("--ids", help="With --show: each token with its id.")] = False,
+        page: Annotated[
+            str | None, typer.Option("--page", metavar="FILE", help="Write the report as an HTML page, rows in colour.")
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     ) -> None:
-        """Check, tokenise and pack a recipe's data; training then starts at once. Changes nothing else."""
-        run(recipe, overrides or [], show, as_json)
+        """Check, tokenise and pack data; training then starts at once. Changes nothing else."""
+        run(recipe, overrides or [], model, show, ids, page, as_json)
 
 
-def run(recipe: str, overrides: list[str], show: int, as_json: bool) -> None:
+def run(
+    name: str,
+    overrides: list[str],
+    model: str | None = None,
+    show: int = 0,
+    ids: bool = False,
+    page: str | None = None,
+    as_json: bool = False,
+) -> None:
     from tercet.data.figures import lines
     from tercet.data.prepare import prepare
     from tercet.spec.families import describe
     from tercet.spec.families.where import tokenizer_place
-    from tercet.spec.recipe import load_recipe
 
-    resolved = load_recipe(recipe, overrides)
-    path = resolved.model.path
-
+    resolved = _recipe(name, overrides, model)
+    # A file read by a tokenizer alone has no model to fit.
+    alone = model is None and resolved.name == "data alone" and resolved.data.tokenizer != "train"
+    vocabulary = None if alone else describe(resolved.model).vocabulary
     with _bar() as progress:
         prepared = prepare(
             resolved.data,
-            vocabulary=describe(resolved.model).vocabulary,
-            model_tokenizer=tokenizer_place(path),
+            vocabulary=vocabulary,
+            model_tokenizer=tokenizer_place(resolved.model.path),
             seed=resolved.train.seed,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=_say,
             progress=progress,
         )
-    samples = list(_samples(prepared, show))
+    samples = _samples(prepared, max(show, 3 if page else 0), ids)
+    if page:
+        _write_page(Path(page).expanduser(), name, prepared, samples)
+    samples = samples[:show]
     if as_json:
         found = {"key": prepared.key, "hit": prepared.hit, "folder": str(prepared.folder), **prepared.report}
         if show:
-            found["samples"] = ["\n".join(s) for s in samples]
+            found["samples"] = samples
         # Plain ASCII, so that no console can damage it.
         typer.echo(json.dumps(found, indent=2))
         return
     typer.echo("\n".join([*lines(prepared.report), f"folder      {prepared.folder}"]))
+    colour = sys.stdout.isatty()
     for sample in samples:
-        typer.echo("\n" + "\n".join(sample))
+        typer.echo("\n" + _shown(sample, colour, ids))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _recipe(name: str, overrides: list[str], model: str | None) -> Recipe:
+    """Return the recipe that is named, or one around a file of data."""
+    from tercet.errors import InputError
+    from tercet.spec.recipe import build_recipe, load_recipe, shipped_recipes
+
+    path = Path(name).expanduser()
+    is_data = name.startswith("package:") or path.is_dir() or (path.is_file() and path.suffix not in (".yaml", ".yml"))
+    if not is_data or (name in shipped_recipes() and not path.is_file()):
+        return load_recipe(name, [*([f"model={model}"] if model else []), *overrides])
+    tree: dict[str, Any] = {"name": "data alone", "data": {"train": [{"path": name}]}}
+    if model is not None:
+        tree["model"] = _with_weights(model)
+    elif not any(o.startswith("model") for o in overrides):
+        if not any(o.startswith("data.tokenizer") for o in overrides) and _holds_chats(path):
+            raise InputError(
+                f"{name} holds chats: which model's tokenizer and template are to read them?",
+                "For example: --model smollm2-135m, or a model's folder or hub name.",
+            )
+        tree["model"] = "first-light"
+    return build_recipe(tree, overrides)
+
+
+def _with_weights(model: str) -> str:
+    """Return where a preset was published, if that lies here: sizes alone have no tokenizer."""
+    from tercet.spec.families.where import published
+
+    found = published(model)
+    if found is not None:
+        _say(f"{model} is read by the tokenizer of {found}")
+    return found or model
+
+
+def _holds_chats(path: Path) -> bool:
+    from tercet.data.sources import find
+    from tercet.spec.recipe import SourceSection
+
+    if str(path).startswith("package:"):
+        return False
+    source = find(SourceSection(path=str(path)), "data.train.0")
+    for file in source.files[:1]:
+        for row in file.read(source.reading(1 << 20)):
+            return getattr(row, "chat", False)
+    return False
 
 
 @contextlib.contextmanager
@@ -83,27 +156,43 @@ def _bar() -> Iterator[Callable[[int, int, str], None]]:
         yield progress
 
 
-def _samples(prepared: Prepared, count: int) -> Iterator[list[str]]:
-    """Yield the first sequences in the order of training; [-…-] stands around what no loss is taken of.
+def _samples(prepared: Prepared, count: int, ids: bool) -> list[dict[str, Any]]:
+    from tercet.data.show import documents
 
-    The first token of a document is read but never predicted; every other one is, its end token included.
+    return list(documents(prepared, count, ids)) if count else []
+
+
+def _shown(sample: dict[str, Any], colour: bool, ids: bool) -> str:
+    """Return a document as lines: what is trained in colour, or on a plain terminal the rest within [-…-].
+
+    The first token of a document is read but never predicted.
     """
-    if not count:
-        return
-    from tercet.data.tokenizer import load
+    head = (
+        f"== document {sample['number']}: of {sample['path']}, {sample['tokens']} tokens, {sample['trained']} trained"
+        f" (sequence {sample['sequence']})"
+    )
+    out = []
+    for piece in sample["pieces"]:
+        text = piece["text"]
+        if ids:
+            text = " ".join(f"{t['id']}:{json.dumps(t['text'], ensure_ascii=False)}" for t in piece["ids"])
+        weight = piece["weight"]
+        if colour:
+            out.append(f"\033[{'32;1' if weight else '2'}m{text}\033[0m")
+        else:
+            out.append(text if weight else f"[-{text}-]")
+        if weight not in (0, 1):
+            out.append(f"{{x{weight:g}}}")
+    return head + "\n" + "".join(out)
 
-    tokenizer = load(prepared.tokenizer_folder / "tokenizer.json")
-    for sample in range(count):
-        source, row = prepared.train.place(sample)
-        ids, lengths = prepared.train.sources[source].row(row)
-        name = prepared.report["sources"][source]["path"]
-        out = [f"== sample {sample}: sequence {row} of {name}, {len(lengths)} documents, {len(ids)} tokens"]
-        at = 0
-        for number, length in enumerate(lengths, 1):
-            document = ids[at : at + length]
-            at += int(length)
-            out.append(f"-- document {number}, {length} tokens")
-            out.append(f"[-{tokenizer.decode(document[:1])}-]{tokenizer.decode(document[1:])}")
-        if padding := prepared.sequence_tokens - len(ids):
-            out.append(f"-- [-padding, {padding} tokens-]")
-        yield out
+
+def _write_page(path: Path, name: str, prepared: Prepared, samples: list[dict[str, Any]]) -> None:
+    from tercet.data.figures import lines
+    from tercet.errors import InputError
+    from tercet.report.data_page import data_page
+
+    try:
+        path.write_text(data_page(name, lines(prepared.report), prepared.report, samples), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    _say(f"written to {path}")

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.data.rows import Fault, Reading, Row
+from tercet.data.chat import Chat
+from tercet.data.rows import Fault, Row
 from tercet.data.sources import File, Source
 from tercet.data.tokenize import Part
 from tercet.errors import InputError, TercetError
 
 TRAIN, VALIDATION, DROPPED = 0, 1, 2
 PLACES = 5  # first places kept per reason
+_CURE = "would read it"
 SHOWN = 10  # faults shown when the check stops
 KEPT_BYTES = 16_000_000  # of text files that are read once; larger ones, and compressed ones, are read again
 _SECTION = (1 << 11, 1 << 16)  # least and most characters of a section of plain text
@@ -34,6 +36,7 @@ class Findings:
 
     rows: int = 0
     kept: int = 0
+    chats: int = 0
     characters: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class Tag:
     stream: bool
     begins: bool  # a new text begins here, as opposed to a text that goes on behind a held-out section
     ends: bool
+    chat: bool = False
 
 
 @dataclass
@@ -73,6 +77,23 @@ class Corpus:
     late: Counter[int] = field(default_factory=Counter)  # rows dropped after the check, by side
     kept: dict[int, list[Row | Fault]] | None = None  # by id(file): what the check has read
 
+    @property
+    def chats(self) -> int:
+        """How many rows are chats."""
+        return sum(f.chats for f in self.findings.values())
+
+    @property
+    def has_texts(self) -> bool:
+        return any(f.kept > f.chats or f.seen["kind: text"] for f in self.findings.values())
+
+    def words(self, side: int) -> Iterator[str]:
+        """Yield what is said on one side, texts as they are, of chats the contents: what a tokenizer is trained on."""
+        for part in self.documents(side):
+            if part.tag.chat:
+                yield from (m["content"] for m in Chat.from_text(part.text).messages)
+            else:
+                yield part.text
+
     def documents(self, side: int) -> Iterator[Part]:
         """Yield the texts of one side, in the order of the files, tagged with a Tag."""
         for index, source in enumerate([*self.train, *self.validation]):
@@ -83,7 +104,7 @@ class Corpus:
         marks, n = self.marks[index], 0
         for file in source.files:
             inside = False
-            again = file.read(Reading(source.section.map, self.part_characters))
+            again = file.read(source.reading(self.part_characters))
             for row in again if self.kept is None else self.kept[id(file)]:
                 if n >= len(marks) or (marks[n] == DROPPED) != isinstance(row, Fault):
                     raise TercetError(f"{file.name} changed while it was being read", "Start again.")
@@ -94,7 +115,7 @@ class Corpus:
                 # A text file whose sections go to both sides is trained in stretches, from one gap to the
                 # next.
                 last = row.ends or marks[n] != side
-                tag = Tag(index, file, row.line, file.format == "text", row.starts, row.ends)
+                tag = Tag(index, file, row.line, file.format == "text", row.starts, row.ends, row.chat)
                 yield Part(row.text, not inside, last, tag)
                 inside = not last
 
@@ -126,7 +147,7 @@ def check(
         own = findings["train" if index < len(train) else "validation"]
         mark, digest = array("b"), array("Q")
         for file in source.files:
-            reading = Reading(source.section.map, part)
+            reading = source.reading(part)
             rows: Iterable[Row | Fault] = file.read(reading)
             if kept is not None:
                 rows = kept[id(file)] = list(rows)
@@ -183,12 +204,13 @@ def _note(
         sentence = f"{place}: {row.reason}: {row.detail}" + (f"  >> {row.excerpt}" if row.excerpt else "")
         if row.fatal:
             raise InputError(sentence, "This cannot be skipped: what follows it in the file cannot be read.")
-        if len(faults) < SHOWN:
-            faults.append(sentence)
+        if len(faults) < SHOWN and not (_CURE in row.detail and any(row.detail in f for f in faults)):
+            faults.append(sentence)  # one way to read a file's columns is said once
         return
     if row.ends or sections:
         own.rows += 1
         own.kept += 1
+    own.chats += row.chat
     own.characters += len(row.text)
     mark.append(TRAIN)
     digest.append(int.from_bytes(hashlib.blake2b(row.text.encode(), digest_size=8).digest(), "little"))

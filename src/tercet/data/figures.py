@@ -41,6 +41,10 @@ def report(
         "ignored_columns": _split(train.seen + held.seen, "column: "),
         "characters": {"train": characters[TRAIN], "validation": characters[VALIDATION]},
         "tokens": {"train": tokens, "validation": held_out.tokens if held_out else 0},
+        "trained_tokens": {
+            "train": sum(s.trained_tokens for s in sets),
+            "validation": held_out.trained_tokens if held_out else 0,
+        },
         "lengths": _lengths(lengths, capacity),
         "duplicates": checked.duplicates,
         "overlap": checked.overlap,
@@ -124,6 +128,8 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f" + {rows['dropped']} dropped",
         _pair("characters", figures["characters"]),
         _pair("tokens", figures["tokens"]),
+        _pair("trained", figures["trained_tokens"]),
+        *_chats(figures.get("chats")),
         f"lengths     {lengths.get('min', 0)} to {lengths.get('max', 0)} tokens,"
         f" median {lengths.get('median', 0)},"
         f" 90 % up to {lengths.get('p90', 0)}, 99 % up to {lengths.get('p99', 0)}",
@@ -200,6 +206,19 @@ def _passed(reasons: dict[str, Any]) -> list[str]:
 
 def _pair(name: str, sides: dict[str, int]) -> str:
     return f"{name:<12}{sides['train']} to train, {sides['validation']} held out"
+
+
+def _chats(figures: dict[str, Any] | None) -> list[str]:
+    """Return what is to be said of the template and of what it did."""
+    if figures is None:
+        return []
+    counts = {name: n for name, n in figures.items() if isinstance(n, int)}
+    begins = "no begin token" if figures["begins_with"] is None else f"one {figures['begins_with']} in front"
+    trained = {"assistant": "every answer", "last": "the last answer", "all": "every turn"}[figures["train_on"]]
+    return [
+        f"template    {figures['template']}; {trained} is trained, to its {figures['answers_end_with']}; {begins}",
+        "chats       " + ", ".join(f"{n} {name}" for name, n in counts.items()),
+    ]
 
 
 def _histogram(bins: Sequence[Sequence[int]], width: int = 40) -> list[str]:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from tercet.data import cache, corpus, figures, tokenizer
-from tercet.data.corpus import TRAIN, VALIDATION, Corpus, Tag
+from tercet.data.corpus import TRAIN
+from tercet.data.encoding import Encoding, Meter, Progress
 from tercet.data.kept import Kept, changes, described, judge
-from tercet.data.losses import Losses
 from tercet.data.mix import Mix, read_weights
-from tercet.data.shards import Rows, Writer
+from tercet.data.shards import Rows
 from tercet.data.sources import Source, content_hashes, find_all
-from tercet.data.tokenize import encode_stream
+from tercet.data.spans import Template
+from tercet.data.template import find_template, named, source_of, tokens_of
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 from tercet.spec.recipe import DataSection
 
 FORMAT = 1
-TOO_LONG, NO_TOKENS = "too long", "no tokens"
-Progress = Callable[[int, int, str], None]
 Say = Callable[[str], None]
 
 
@@ -50,6 +49,7 @@ class Prepared:
     vocabulary: int
     eos_id: int
     bos_id: int | None
+    stop_ids: tuple[int, ...]  # eos_id, and what ends an answer in a chat
     pad_id: int
     sequence_tokens: int
     decides: str  # hash of the tokenizer that the recipe names, or "train"
@@ -75,7 +75,6 @@ def prepare(
     be used (with their places), a tokenizer that does not fit the model or cannot be had, or when nothing
     is left to train on.
     """
-    _refuse_unbuilt(data)
     train, held = find_all(data)
     weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
     folder = cache.folder_of(data.cache)
@@ -131,12 +130,6 @@ def source_bytes(data: DataSection) -> dict[str, int]:
         for file in source.files:
             found[file.format] += file.bytes
     return dict(found)
-
-
-def _refuse_unbuilt(data: DataSection) -> None:
-    for name, value in (("template", data.template), ("train_on", data.train_on)):
-        if value not in (None, "all"):
-            raise InputError(f"data.{name} is {value!r}: training on chats is not built yet")
 
 
 def _tokenizer_of(
@@ -204,7 +197,10 @@ def _settings(
     groups = {"train": train, "validation": held if isinstance(held, list) else []}
     hashes = iter(content)
     described = {
-        name: [{"map": s.section.map, "files": [(next(hashes), f.format) for f in s.files]} for s in sources]
+        name: [
+            {"map": s.section.map, "rows": s.section.format, "files": [(next(hashes), f.format) for f in s.files]}
+            for s in sources
+        ]
         for name, sources in groups.items()
     }
     return {
@@ -214,6 +210,8 @@ def _settings(
         "sequence_tokens": data.sequence_tokens,
         "bad_rows": data.bad_rows,
         "long_rows": data.long_rows,
+        "template": None if data.template is None else source_of(data.template, Path())[1],
+        "train_on": data.train_on,
     }
 
 
@@ -229,19 +227,25 @@ def _build(
 ) -> dict[str, Any]:
     started = time.monotonic()
     total = sum(s.bytes for s in [*train, *(held if isinstance(held, list) else [])])
-    checked = corpus.check(train, held, data.bad_rows, _Counter(progress, total, "check"))
+    checked = corpus.check(train, held, data.bad_rows, Meter(progress, total, "check"))
+    chats = checked.chats
+    if not chats and (data.template is not None or data.train_on not in (None, "all")):
+        key = "template" if data.template is not None else "train_on"
+        raise InputError(f"data.{key} is {getattr(data, key)}, but no row of the data is a chat", "Take it out.")
     if load is None:
         assert vocabulary is not None
         say(f"training a tokenizer of at most {vocabulary} ids")
-        meter = _Counter(progress, checked.findings["train"].characters, "train tokenizer")
-        words = tokenizer.train(meter.through(p.text for p in checked.documents(TRAIN)), vocabulary)
+        meter = Meter(progress, checked.findings["train"].characters, "train tokenizer")
+        marks = tokens_of(data.template) if data.template in named() else ()
+        words = tokenizer.train(meter.through(checked.words(TRAIN)), vocabulary, marks)
     else:
         words = load()
         _check_vocabulary(words.size, vocabulary, data.tokenizer)
     words.save(folder / "tokenizer")
+    template = _template_of(data, words, folder / "tokenizer") if chats else None
     names = [f"train-{n}" for n in range(len(train))]
     characters = sum(f.characters for f in checked.findings.values())
-    work = _Encoding(checked, words, data, folder, _Counter(progress, characters, "tokenize"))
+    work = Encoding(checked, words, template, data, folder, Meter(progress, characters, "tokenize"))
     writers = work.train(names)
     validation = work.validation()
     sets = [w.finish() for w in writers]
@@ -252,6 +256,8 @@ def _build(
     report = figures.report(checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens, losses)
     report["seconds"] = round(time.monotonic() - started, 3)
     report["tokenizer"] = {"name": data.tokenizer, "vocabulary": words.size}
+    if template is not None:
+        report["chats"] = work.chat_figures(template)
     return {
         "format": FORMAT,
         "report": report,
@@ -261,114 +267,20 @@ def _build(
         "validation": held_out.name if held_out else None,
         "vocabulary": words.size,
         "eos_id": words.eos_id,
+        "stop_ids": list(dict.fromkeys([words.eos_id, *([template.end] if template is not None else [])])),
+        "palette": sets[0].palette,
         "bos_id": words.bos_id,
         "pad_id": words.pad_id,
     }
 
 
-class _Counter:
-    """Adds up what is done and reports it under one phase."""
-
-    def __init__(self, progress: Progress, total: int, phase: str):
-        self.progress, self.total, self.phase, self.done = progress, total, phase, 0
-
-    def __call__(self, n: int) -> None:
-        self.done += n
-        self.progress(min(self.done, self.total), self.total, self.phase)
-
-    def through(self, texts: Any) -> Any:
-        for text in texts:
-            yield text
-            self(len(text))
-
-
-class _Encoding:
-    """Tokenises the checked documents into writers and applies the rule for long ones."""
-
-    def __init__(self, checked: Corpus, words: Tokenizer, data: DataSection, folder: Path, meter: _Counter):
-        self.checked, self.words, self.data, self.folder, self.meter = checked, words, data, folder, meter
-        self.characters = {TRAIN: 0, VALIDATION: 0}
-        self.losses = Losses(words, len(checked.train) + len(checked.validation))
-
-    def _writer(self, name: str) -> Writer:
-        return Writer(self.folder, name, self.data.sequence_tokens, self.words.dtype)
-
-    def train(self, names: Sequence[str]) -> list[Writer]:
-        writers = [self._writer(n) for n in names]
-        self._encode(TRAIN, writers, "train")
-        return writers
-
-    def validation(self) -> Writer | None:
-        """Tokenise what is held out: all its sources make one set."""
-        if self.checked.fraction is None and not self.checked.validation:
-            return None
-        writer = self._writer("validation")
-        sources = len(self.checked.train) + len(self.checked.validation)
-        self._encode(VALIDATION, [writer] * sources, "train" if self.checked.fraction else "validation")
-        return writer
-
-    def _encode(self, side: int, writers: list[Writer], name: str) -> None:
-        findings = self.checked.findings[name]
-        start, end = self.words.before, self.words.after
-        empty = True
-        for piece in encode_stream(self.words, self._watched(side), characters=findings.characters):
-            tag: Tag = piece.tag
-            writer = writers[tag.source]
-            if piece.first:
-                empty = True
-                # A text that goes on behind a held-out section does not begin or end there.
-                if piece.opening.begins:
-                    writer.append(start)
-            empty = empty and piece.ids.size == 0
-            self.losses.ids(tag.source, piece.ids)
-            writer.append(piece.ids)
-            if not piece.last:
-                continue
-            if empty:
-                writer.abandon()
-                self._drop(findings, side, NO_TOKENS, tag)
-                continue
-            if tag.ends:
-                writer.append(end)
-            befell = writer.end("split" if tag.stream else self.data.long_rows)
-            if befell == "drop":
-                self._drop(findings, side, TOO_LONG, tag)
-            elif befell is not None and not tag.stream:
-                findings.seen[f"long rows {befell}"] += 1
-
-    def _watched(self, side: int) -> Any:
-        for part in self.checked.documents(side):
-            self.characters[side] += len(part.text)
-            self.losses.text(part.tag.source, part.text)
-            self.meter(len(part.text))
-            yield part
-
-    def _drop(self, findings: corpus.Findings, side: int, reason: str, tag: Tag) -> None:
-        findings.drop(reason, f"{tag.file.name}, line {tag.line}, column 1")
-        findings.kept -= 1
-        self.checked.late[side] += 1
-
-    def complain(self, sets: list[Rows], held_out: Rows | None) -> None:
-        """Raise InputError when a side came out empty, or rows gave no tokens and bad rows are to stop."""
-        dropped = sum((f.dropped for f in self.checked.findings.values()), Counter())
-        places = [p for f in self.checked.findings.values() for p in f.places.get(NO_TOKENS, [])]
-        if dropped[NO_TOKENS] and self.data.bad_rows == "stop":
-            raise InputError(
-                f"{dropped[NO_TOKENS]} rows cannot be used: the tokenizer makes nothing of their text\n"
-                + "\n".join(places),
-                "Set data.bad_rows=skip to leave them out.",
-            )
-        length = self.data.sequence_tokens
-        hint = f"Rows over data.sequence_tokens ({length}) are dropped unless data.long_rows is cut or split."
-        for key, empty in (
-            ("train", not any(map(len, sets))),
-            ("validation", held_out is not None and not len(held_out)),
-        ):
-            if empty:
-                reasons = corpus.counted(dropped)
-                raise InputError(
-                    f"data.{key}: no row is left (dropped: {reasons})", hint if dropped[TOO_LONG] else None
-                )
+def _template_of(data: DataSection, words: Tokenizer, folder: Path) -> Template:
+    """Return the template of the chats, which is saved with the tokenizer: whoever serves the model renders alike."""
+    name, source = source_of(data.template, folder)
+    made = Template(name, source, words, data.train_on or "assistant")
+    if find_template(folder) != source:
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return made
 
 
 def _check_vocabulary(size: int, vocabulary: int | None, name: str) -> None:
@@ -389,8 +301,10 @@ def _open(
     decides: str,
     files: dict[str, list[dict[str, Any]]],
 ) -> Prepared:
+    palette = manifest["palette"]
+
     def rows(name: str) -> Rows:
-        return Rows(folder, name, manifest["sequence_tokens"], manifest["dtype"])
+        return Rows(folder, name, manifest["sequence_tokens"], manifest["dtype"], palette and tuple(palette))
 
     sources = tuple(rows(n) for n in manifest["train"])
     report = manifest["report"]
@@ -409,6 +323,7 @@ def _open(
         vocabulary=manifest["vocabulary"],
         eos_id=manifest["eos_id"],
         bos_id=manifest["bos_id"],
+        stop_ids=tuple(manifest["stop_ids"]),
         pad_id=manifest["pad_id"],
         sequence_tokens=manifest["sequence_tokens"],
         decides=decides,

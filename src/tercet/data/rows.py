@@ -11,34 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tercet.data.chat import EMPTY, MISSING, WRONG_TYPE, UnusableRow
+from tercet.data.formats import chats
+
 BAD_JSON = "bad JSON"
 NOT_OBJECT = "not an object"
-MISSING = "missing text"
 NULL = "null text"
-WRONG_TYPE = "wrong type"
-EMPTY = "empty text"
 BAD_BYTES = "invalid bytes"
 SURROGATE = "lone surrogate"
-CHAT = "chat row"
 TWICE = "repeated key"
+KNOWN = frozenset((*chats.messages_aliases(), "functions", "id"))
 NULS = "the file holds NUL characters, as UTF-16 without a byte order mark does; save it as UTF-8"
 SURROGATE_DETAIL = "an escape is half of a surrogate pair and stands for no character"
-
-# Columns by which the usual chat layouts are known: (name of the layout, columns of which all must be there).
-_CHATS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("messages", ("messages",)),
-    ("conversations", ("conversations",)),
-    ("conversation", ("conversation",)),
-    ("dialogue", ("dialogue",)),
-    ("dialog", ("dialog",)),
-    ("preference", ("chosen", "rejected")),
-    ("instruction", ("instruction",)),
-    ("prompt and completion", ("prompt", "completion")),
-    ("prompt and response", ("prompt", "response")),
-    ("prompt and answer", ("prompt", "answer")),
-    ("question and answer", ("question", "answer")),
-)
-
 
 _TEXT_COLUMNS = ("content", "contents", "body", "document", "passage", "story", "article", "code", "txt")
 
@@ -56,6 +40,7 @@ class Row:
     text: str
     starts: bool = True
     ends: bool = True
+    chat: bool = False  # the text is a chat (chat.Chat.to_text)
 
 
 @dataclass(slots=True)
@@ -76,7 +61,8 @@ class Fault:
 class Reading:
     """How to read a file, and what was seen on the way.
 
-    `columns` maps our column name to the file's. `part_characters` is the size of the parts in which plain
+    `columns` maps our column name to the file's. `layout` names what every row holds (a module in formats/chats), None:
+    each row tells. `part_characters` is the size of the parts in which plain
     text is handed out. `seen` counts what is no fault but worth telling: blank lines, byte order marks,
     CRLF row ends, columns that nothing reads, kinds of rows.
     """
@@ -84,6 +70,7 @@ class Reading:
     columns: Mapping[str, str] = field(default_factory=dict)
     part_characters: int = 1 << 20
     seen: Counter[str] = field(default_factory=Counter)
+    layout: str | None = None
 
     @property
     def text_column(self) -> str:
@@ -103,12 +90,6 @@ def twice_detail(key: str) -> str:
     return f"the key {excerpt(key)!r} stands twice in one object, so which value is meant cannot be known"
 
 
-def chat_kind(columns: Any) -> str | None:
-    """Return the chat layout that a row's columns show, or None."""
-    names = set(columns)
-    return next((kind for kind, needed in _CHATS if names.issuperset(needed)), None)
-
-
 def judge(
     row: Any,
     reading: Reading,
@@ -126,7 +107,7 @@ def judge(
         reading.seen["kind: other"] += 1
         return Fault(line, column, NOT_OBJECT, f'a row is an object like {{"text": …}}, not {_kind(row)}', shown())
     name = reading.text_column
-    text = row.get(name)
+    text = row.get(name) if reading.layout is None else None
     if type(text) is str:
         reading.seen["kind: text"] += 1
         if len(row) > 1:
@@ -136,9 +117,9 @@ def judge(
         if text and not text.isspace():
             return Row(line, column, text)
         return Fault(line, column_of(name), EMPTY, f"{name!r} is empty or only white space", shown())
-    if kind := chat_kind(row):
-        reading.seen[f"kind: {kind}"] += 1
-        return Fault(line, column, CHAT, f"chat row ({kind}): training on chats is not built yet", shown())
+    ours = _renamed(row, reading.columns) if reading.columns else row
+    if layout := reading.layout or chats.layout_of(ours):
+        return _chat(layout, ours, reading, line, column, column_of, shown)
     reading.seen["kind: other"] += 1
     if name not in row:
         names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
@@ -148,8 +129,46 @@ def judge(
     return Fault(line, column_of(name), WRONG_TYPE, f"{name!r} is {_kind(text)}, not a text", shown())
 
 
+def _renamed(row: dict[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
+    """Return the row with the columns that a map names under our names."""
+    found = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    return {**{k: v for k, v in row.items() if k not in columns.values()}, **found}
+
+
+def _chat(
+    layout: str,
+    row: dict[Any, Any],
+    reading: Reading,
+    line: int,
+    column: int,
+    column_of: Callable[[str], int],
+    shown: Callable[[], str],
+) -> Row | Fault:
+    """Return the chat of a row, columns already under our names."""
+    reading.seen[f"kind: {layout}"] += 1
+    module = chats.layouts()[layout]
+    if missing := [name for name in module.NEEDED if name not in row and not module.sniff(row)]:
+        reading.seen[f"kind: {layout}"] -= 1
+        reading.seen["kind: other"] += 1
+        names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
+        return Fault(line, column, MISSING, f"no column {missing[0]!r} (columns: {names}){_cure(row)}", shown())
+    for key in row:
+        if key not in module.COLUMNS and row[key] is not None and key not in KNOWN:
+            reading.seen[f"column: {excerpt(str(key))}"] += 1
+    try:
+        text = chats.read(layout, row, reading.columns).to_text()
+    except UnusableRow as error:
+        place = column if error.column is None else column_of(reading.columns.get(error.column, error.column))
+        return Fault(line, place, error.reason, error.detail, shown())
+    except UnicodeEncodeError:
+        return Fault(line, column, SURROGATE, SURROGATE_DETAIL, shown())
+    return Row(line, column, text, chat=True)
+
+
 def _cure(row: dict[Any, Any]) -> str:
-    """Return the mapping that would read a row: the column that is probably its text."""
+    """Return the mapping that would read a row: question and answer, or the column that is probably its text."""
+    if found := chats.mapping_for(row):
+        return f"; map: {excerpt(found, width=100)} would read it"
     texts = [k for k, v in row.items() if isinstance(v, str) and v.strip()]
     usual = next((k for k in texts if k.lower() in _TEXT_COLUMNS), None)
     likely = usual or max(texts, key=lambda k: len(row[k]), default=None)

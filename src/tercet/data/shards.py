@@ -173,6 +173,11 @@ class Writer:
             self._keep(0)
         return rule
 
+    def close(self) -> None:
+        """Close the current document, which fits; its length as it came is counted by whoever cut it."""
+        self.lengths.append(self.current)
+        self._keep(self.current)
+
     def _keep(self, tokens: int) -> None:
         """Close the current document with its first `tokens` tokens."""
         if self.spilled > tokens:

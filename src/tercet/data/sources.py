@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tercet.data import folders, formats
 from tercet.data.compressed import UNREADABLE
+from tercet.data.formats import chats
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError, nearest
 from tercet.spec.recipe import DataSection, SourceSection
 
 _BLOCK = 1 << 22
-COLUMNS = ("text",)  # what a `map` may name
 WITHOUT_COLUMNS = ("text", "python")  # formats
 
 
@@ -62,6 +62,11 @@ class Source:
     def bytes(self) -> int:
         return sum(f.bytes for f in self.files)
 
+    def reading(self, part_characters: int) -> Reading:
+        """Return how its files are read."""
+        layout = self.section.format if self.section.format in chats.layouts() else None
+        return Reading(self.section.map, part_characters, layout=layout)
+
 
 def _printable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -74,13 +79,13 @@ def find(section: SourceSection, key: str) -> Source:
     takes what it names. Files are ordered by path, so that the same files always make the same set. Raises
     InputError when nothing is found, when a file's format is not known, or when `map` has a key that nothing reads.
     """
-    if unknown := sorted(set(section.map) - set(COLUMNS)):
+    if unknown := sorted(set(section.map) - set(chats.columns())):
         raise InputError(
-            f"{key}.map: unknown key {unknown[0]!r}{nearest(unknown[0], COLUMNS)}",
-            f"Keys are our names, values the file's columns: {', '.join(COLUMNS)}.",
+            f"{key}.map: unknown key {unknown[0]!r}{nearest(unknown[0], chats.columns())}",
+            f"Keys are our names, values the file's columns: {', '.join(chats.columns())}.",
         )
     found = _paths(section.path, key)
-    if section.format == "auto":
+    if section.format == "auto" or section.format in chats.layouts():
         files = [File(p, formats.detect(p), p.stat().st_size) for p in found.taken]
     else:
         for path in found.taken:
@@ -102,6 +107,12 @@ def find_all(data: DataSection) -> tuple[list[Source], list[Source] | float | No
             "data.long_rows is cut, but every file is plain text, which has no rows and is always split",
             "Take data.long_rows out.",
         )
+    named = {"template": data.template, "train_on": None if data.train_on == "all" else data.train_on}
+    for key, value in named.items():
+        if value is not None and all(f.format in WITHOUT_COLUMNS for f in everything):
+            raise InputError(
+                f"data.{key} is {value}, but every file is plain text, which holds no chats", "Take it out."
+            )
     return train, held
 
 

@@ -62,7 +62,7 @@ class Tokenizer:
     """A fast tokenizer with its control tokens. `bos_id` is None when documents start without one.
 
     `origin`: a transformers tokenizer that knows how to save itself (chat template and all), or None.
-    `exact`: an encoder to be used for text in place of `backend` (see sentencepiece.py), or None.
+    `template`: a chat template beside a bare tokenizer.json. `exact`: an encoder to be used for text in place of `backend` (see sentencepiece.py), or None.
     """
 
     backend: tokenizers.Tokenizer
@@ -71,6 +71,7 @@ class Tokenizer:
     pad_id: int
     origin: Any = None
     exact: Any = None
+    template: str | None = None
 
     def __post_init__(self) -> None:
         self.backend.no_truncation()
@@ -174,19 +175,21 @@ class Tokenizer:
         }
         text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        if self.template is not None:
+            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------- training
 
 
-def train(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> Tokenizer:
     """Return a byte-level BPE tokenizer of at most `vocabulary` ids, trained on `texts`.
 
-    It knows every byte, so every text can be written. The same texts in the same order give the same
+    `marks`: further control tokens. It knows every byte, so every text can be written. The same texts in the same order give the same
     tokenizer. A small text may have fewer pairs to merge than the vocabulary has room for. Raises
     InputError when the vocabulary has no room for the 256 bytes and three control tokens.
     """
-    specials = [BOS, EOS, PAD]
+    specials = list(dict.fromkeys([BOS, EOS, PAD, *marks]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocabulary < (least := len(alphabet) + len(specials)):
         raise InputError(
@@ -320,7 +323,11 @@ def _from_json(path: Path) -> Tokenizer:
     eos = named("eos_token", _ENDS)
     # A configuration that names no begin token means none, even if a token of a usual spelling exists.
     starts = () if config else _STARTS
-    return _finish(backend, eos, named("bos_token", starts), named("pad_token", _PADS), str(path))
+    found = _finish(backend, eos, named("bos_token", starts), named("pad_token", _PADS), str(path))
+    if path.name == "tokenizer.json":
+        own, said = path.parent / "chat_template.jinja", config.get("chat_template")
+        found.template = own.read_text(encoding="utf-8") if own.is_file() else said if isinstance(said, str) else None
+    return found
 
 
 def _finish(

@@ -66,10 +66,13 @@ def unit_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     return next(filter(separate, _UNITS), None)
 
 
-def token_bytes(backend: tokenizers.Tokenizer) -> np.ndarray | None:
-    """Return how many bytes of text each id stands for (int64), or None when that cannot be told."""
+def token_bytes(backend: tokenizers.Tokenizer, normalized: bool = False) -> np.ndarray | None:
+    """Return how many bytes of text each id stands for (int64), or None when that cannot be told.
+
+    `normalized`: of text as the tokenizer's normalizer leaves it.
+    """
     byte_level = any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer))
-    if not byte_level or _steps(backend.normalizer):
+    if not byte_level or (_steps(backend.normalizer) and not normalized):
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = np.zeros(max(vocabulary.values()) + 1, np.int64)

@@ -11,9 +11,9 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from tercet.data.template import find_template
 from tercet.data.tokenizer import load
 from tercet.errors import InputError, TercetError
-from tercet.inference.template import find_template
 from tercet.spec.families import describe
 from tercet.spec.families.gguf import reader
 from tercet.spec.model import Model

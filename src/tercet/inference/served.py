@@ -10,10 +10,10 @@ from typing import Any
 
 import tokenizers
 
+from tercet.data.template import Messages, find_template, render
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError
 from tercet.inference.device import on_device
-from tercet.inference.template import Messages, find_template, render
 from tercet.spec.families import read_config, read_json_object
 from tercet.weights.reading import load_model, model_place
 

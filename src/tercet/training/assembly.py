@@ -140,7 +140,7 @@ def _engine(
             seed=recipe.train.seed,
             weights=weights,
             vocabulary=prepared.vocabulary,
-            stop_ids=(prepared.eos_id,),
+            stop_ids=prepared.stop_ids,
             batch_sequences=recipe.train.batch_sequences,
             swap=swap_folder(recipe, run) if strategy.on_nvme else None,
         )

@@ -34,7 +34,7 @@ def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> No
     """Write RUN/model, tensor by tensor through rank 0."""
     recipe, prepared, spec = built.recipe, built.prepared, built.spec
     dtype = DTYPES[model_dtype(recipe)]
-    ids = {"eos": prepared.eos_id, "bos": prepared.bos_id, "pad": prepared.pad_id}
+    ids = {"eos": prepared.stop_ids[-1], "bos": prepared.bos_id, "pad": prepared.pad_id}
 
     def save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         save_folder(

@@ -1,4 +1,5 @@
-"""Formats of training files, one module each. A module here is a format; nothing else needs to be told.
+"""Formats of training files, one module each (of what a row holds: see `chats`). A module here is a format; nothing
+else needs to be told.
 
 Every module has
 `SUFFIXES`: the file name endings that suggest it,
@@ -25,7 +26,9 @@ _PAGE = (b"<!doctype html", b"<html")
 @cache
 def formats() -> dict[str, ModuleType]:
     """Return name -> module of every format."""
-    return {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
+    return {
+        m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__) if not m.ispkg
+    }
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tercet.data.formats.parquet import from_batches, without_text
+from tercet.data.formats.parquet import from_batches, wanted_columns
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError
 
@@ -24,11 +24,8 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     try:
         with arrow.memory_map(str(path)) as source:
             batches, names = _open(source)
-            if reading.text_column not in names:
-                yield from without_text(names, sum(b.num_rows for b in batches), reading)
-                return
-            columns = (b.select([reading.text_column]) for b in batches)
-            yield from from_batches(columns, names, reading)
+            wanted = wanted_columns(names, reading)
+            yield from from_batches((b.select(wanted) for b in batches), names, wanted, reading)
     except (arrow.ArrowInvalid, arrow.ArrowIOError, arrow.ArrowKeyError, OSError) as error:
         raise InputError(f"{path} is not an Arrow file, or damaged: {error}") from None
 

@@ -63,6 +63,6 @@ def _judge(record: dict[str, str | None], names: list[str], line: int, reading: 
         return Fault(line, 1, "bad CSV", f"the record has more values than the header's {len(names)} columns")
 
     def column_of(name: str) -> int:
-        return names.index(name) + 1
+        return names.index(name) + 1 if name in names else 1
 
     return rows.judge(record, reading, line, 1, column_of, lambda: excerpt(", ".join(map(str, record.values()))))

@@ -168,7 +168,7 @@ def _judge(window: _Window, value: object, start: int, end: int, reading: Readin
         reading.seen["kind: other"] += 1
         return Fault(line, column, rows.BAD_JSON, "NaN and Infinity are not JSON", shown())
     found = rows.judge(value, reading, line, column, column_of, shown)
-    if isinstance(found, Row) and rows.surrogate_at(found.text) >= 0:
+    if isinstance(found, Row) and not found.chat and rows.surrogate_at(found.text) >= 0:
         place = column_of(reading.text_column)
         return Fault(line, place, rows.SURROGATE, rows.SURROGATE_DETAIL, shown())
     return found

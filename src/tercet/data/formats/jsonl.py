@@ -132,7 +132,7 @@ def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
         reading.seen["NaN or Infinity in columns that nothing reads"] += 1
     reading.seen["kind: other"] -= 1
     found = rows.judge(value, reading, number, 1, lambda name: _column(line, name), lambda: excerpt(text))
-    if isinstance(found, Row) and rows.surrogate_at(found.text) >= 0:
+    if isinstance(found, Row) and not found.chat and rows.surrogate_at(found.text) >= 0:
         column = _column(line, reading.text_column)
         return Fault(number, column, rows.SURROGATE, rows.SURROGATE_DETAIL, excerpt(text, column))
     return found

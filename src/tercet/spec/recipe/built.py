@@ -12,8 +12,6 @@ from tercet.spec.recipe.sections import Recipe
 BUILT: dict[str, tuple[Any, ...]] = {
     "adapter.kind": ("none",),
     "adapter.quantize": ("none",),
-    "data.template": (None,),
-    "data.train_on": (None,),
     "strategy.engine": ("native", "deepspeed"),
     "strategy.tensor": (1,),
     "strategy.pipeline": (1,),

@@ -137,8 +137,14 @@ class SourceSection(Section):
     weight: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="share of the trained sequences, relative to the other sources; default: by size"
     )
-    format: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow", "python"] = "auto"
-    map: dict[str, str] = Field(default_factory=dict, description="our column name -> the file's, e.g. {text: content}")
+    format: Literal[
+        "auto", "jsonl", "json", "csv", "text", "parquet", "arrow", "python",
+        "messages", "sharegpt", "alpaca", "prompt", "preference",
+    ] = Field(default="auto", description="of the file, or the layout of its rows where it holds chats")  # fmt: skip
+    map: dict[str, str] = Field(
+        default_factory=dict,
+        description="our column name -> the file's, e.g. {text: content} or {prompt: question, completion: answer}",
+    )
 
 
 def _sources(value: Any) -> Any:
@@ -177,8 +183,15 @@ class DataSection(Section):
     long_rows: Literal["drop", "cut", "split"] = Field(
         default="drop", description="rows longer than sequence_tokens; plain text files are always split"
     )
-    template: str | None = None
-    train_on: Literal["all", "assistant"] | None = None
+    template: str | None = Field(
+        default=None,
+        description="of chats: chatml, llama-3, deepseek-llm, deepseek-v3, qwen3, plain, or a .jinja file; "
+        "default: the tokenizer's own",
+    )
+    train_on: Literal["assistant", "last", "all"] | None = Field(
+        default=None,
+        description="what of a chat is trained: every answer with its end (default), the last one, or all turns",
+    )
     cache: str | None = Field(default=None, description="folder of prepared shards; default: the user's cache folder")
 
 

@@ -1,0 +1,71 @@
+"""Layouts of chats in a row, one module each. A module here is a layout; nothing else needs to be told.
+
+Every module has
+`COLUMNS`: our names of the columns that it reads, which a `map` may name; the first ones, `NEEDED`, must be there,
+`sniff(row) -> bool`: whether a row (an object, columns already under our names) has this layout, and
+`read(row, names) -> Chat`: the chat. `names`: how the file calls what a turn has (role, content), from `map`.
+`read` raises UnusableRow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from tercet.data.chat import Chat, checked
+
+TURNS = ("role", "content")  # what a `map` may name inside a turn
+# Pairs of columns that are usually a question and its answer, for the mapping that would read them.
+_QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "user", "human", "context", "q")
+_ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "assistant", "gpt", "target", "a")
+
+
+@cache
+def layouts() -> dict[str, ModuleType]:
+    """Return name -> module of every layout."""
+    return {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
+
+
+@cache
+def columns() -> tuple[str, ...]:
+    """Return every name that a `map` may give."""
+    return tuple(dict.fromkeys(("text", *(c for m in layouts().values() for c in m.COLUMNS), *TURNS)))
+
+
+def messages_aliases() -> tuple[str, ...]:
+    """Return every name of a column that may hold the turns."""
+    return layouts()["messages"].ALIASES
+
+
+def layout_of(row: Mapping[str, Any]) -> str | None:
+    """Return the name of the layout that a row shows, or None."""
+    return next((name for name, module in layouts().items() if module.sniff(row)), None)
+
+
+def read(layout: str, row: Mapping[str, Any], names: Mapping[str, str]) -> Chat:
+    """Return the chat of a row. Raises UnusableRow."""
+    module = layouts()[layout]
+    return checked(module.read(row, names), module.NEEDED[0], module.NEEDED[-1])
+
+
+def mapping_for(row: Mapping[str, Any]) -> str | None:
+    """Return the mapping that would read a row of questions and answers, or None."""
+    texts = {str(k).lower(): str(k) for k, v in row.items() if isinstance(v, str) and v.strip()}
+    lists = [str(k) for k, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
+    if lists and (turn := _turn_names(row[lists[0]][0])):
+        return f"{{messages: {lists[0]}{turn}}}"
+    question = next((texts[q] for q in _QUESTIONS if q in texts), None)
+    answer = next((texts[a] for a in _ANSWERS if a in texts and texts[a] != question), None)
+    return f"{{prompt: {question}, completion: {answer}}}" if question and answer else None
+
+
+def _turn_names(turn: Mapping[str, Any]) -> str:
+    """Return what a map must say of a turn's names, "" when it cannot be told."""
+    role = next((k for k in ("role", "from", "speaker", "author", "sender") if isinstance(turn.get(k), str)), None)
+    said = ("content", "value", "text", "message", "utterance", "body")
+    content = next((k for k in said if isinstance(turn.get(k), str)), None)
+    return f", role: {role}, content: {content}" if role and content else ""
