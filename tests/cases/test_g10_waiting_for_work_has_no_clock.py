@@ -18,11 +18,11 @@ SLOW = """
     def slow(*args, **kwargs):
         if not seen and RANK == {rank}:
             seen.append(1)
-            time.sleep(4)
+            time.sleep(9)
         return plain(*args, **kwargs)
     {owner}.{name} = slow
 """
-CLOCK = "train.collective_timeout_seconds=2"
+CLOCK = "train.collective_timeout_seconds=5"
 WORK = {
     "a save's tensors": ("tercet.engine.shards", "m", "write_file", 1),
     "a save's hash": ("tercet.engine.shards", "m", "file_hash", 1),
