@@ -101,6 +101,9 @@ class Overflowing:
     def evaluate(self, batch):
         return 1.0, 8
 
+    def culprits(self, batches):
+        return []
+
 
 def test_overflows_that_find_the_scale_do_not_stop_a_run():
     engine = Overflowing({1, 2, 5})

@@ -1,4 +1,4 @@
-"""The Engine: seven verbs between the loop and the machinery. The only place that picks one."""
+"""The Engine: seven verbs between the loop and the machinery, and what a failed step is asked. Picks the engine."""
 
 from __future__ import annotations
 
@@ -73,6 +73,15 @@ class StepResult:
     overflowed: tuple[str, ...] = ()  # parameters of this rank whose gradients were not finite, where that is known
 
 
+@dataclass(frozen=True)
+class Culprit:
+    """A micro-batch of this rank whose gradients were not finite: `parameter` first in backward, `others` after it."""
+
+    parameter: str
+    others: int
+    rows: list[int]
+
+
 class SaveHandle(Protocol):
     """A save that may still be running. Every rank holds its own."""
 
@@ -119,6 +128,13 @@ class Engine(Protocol):
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
+        ...
+
+    def culprits(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:
+        """Run the step that was just not taken once more and return whose gradients were not finite on this rank.
+
+        Changes nothing. All ranks call it, directly after that step, with the micro-batches it had.
+        """
         ...
 
     def evaluate(self, batch: MicroBatch) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
+from tercet.engine import Culprit, EngineSetup, MicroBatch, StepResult, Terms
 from tercet.engine.adamw import RowAdamW, fresh_state, restore_moment, saved_moments
 from tercet.engine.base import EngineBase, once_each
+from tercet.engine.culprit import GradientWatch, culprits, one_by_one
 from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.scaling import LossScale
@@ -144,24 +145,62 @@ class NativeEngine(EngineBase):
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         self._end_evaluation()
-        layout, world = self.layout, self.world
         tokens, weight = self._count_tokens(micro_batches)
         terms = self._set_terms(terms)
-        layout.begin_step()
-        self.module.train()
-        seed = partial(seed_random_numbers, self.seed, self.steps_done, world.data_rank)
-        work = StepWork(self.module, layout, micro_batches, weight, world.device, seed, self._note_peak, self._scale)
-        loss_sum = self._schedule(work)
-        layout.finish_gradients()
+        loss_sum = self._run(micro_batches, weight, partial(self._seed, self.steps_done))
         self._note_peak()
         result = self._rebalance(self._update(loss_sum, tokens, weight, lr), terms)
-        layout.end_step()
+        self.layout.end_step()
         self.steps_done += 1
         return result
 
     @property
     def _scale(self) -> float:
         return self._scaler.scale if self._scaler else 1.0
+
+    def _seed(self, step: int, micro_step: int) -> None:
+        seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], weight: float, seed: Callable[[int], None]) -> Tensor:
+        """Run forward and backward of a step; its gradients are then complete. Returns this rank's summed loss."""
+        self.layout.begin_step()
+        self.module.train()
+        work = StepWork(
+            self.module,
+            self.layout,
+            micro_batches,
+            weight,
+            self.world.device,
+            seed,
+            self._note_peak,
+            self._scale,
+        )
+        loss_sum = self._schedule(work)
+        self.layout.finish_gradients()
+        return loss_sum
+
+    def culprits(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:
+        self._end_evaluation()
+        found = self._watched_run(micro_batches)
+        alone = [row for batch in micro_batches for row in one_by_one(batch)]
+        # Whose rows they are of a micro-batch of several: each runs by itself. With other random numbers and shapes
+        # nothing may show then; what was found before stands.
+        if len(alone) > len(micro_batches) and self.world.any(bool(found)):
+            found = self._watched_run(alone) or found
+        return found
+
+    def _watched_run(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:
+        watch = GradientWatch(self.module)
+
+        def begin(micro_batch: int) -> None:
+            watch.micro_batch = micro_batch
+            self._seed(self.steps_done - 1, micro_batch)
+
+        with watch.looking():
+            self._run(micro_batches, self._count_tokens(micro_batches)[1], begin)
+        self.layout.end_step()
+        self.balancer.drop_counts()
+        return culprits(watch.found, micro_batches)
 
     def _update(self, loss_sum: Tensor, tokens: int, weight: float, lr: float) -> StepResult:
         """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""

@@ -13,14 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
-from tercet.engine import Engine, MicroBatch, StepResult, Terms
+from tercet.engine import Culprit, Engine, MicroBatch, StepResult, Terms
+from tercet.engine.culprit import one_by_one
 from tercet.errors import InterruptedRun, RunError, TercetError
 from tercet.parallel.world import World, is_collective_failure
-from tercet.spec.mesh import AXES, ROWS, TOKENS
+from tercet.spec.mesh import AXES, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.checkpoint import Checkpoints
 from tercet.training.record import Recorder
 from tercet.training.schedule import learning_rate
+
+CULPRITS_SHOWN = 4  # of a step that was not finite; all ranks may have some
 
 
 class Batches(Protocol):
@@ -152,7 +155,7 @@ class Loop:
         result = self.engine.step(batches, lr, self.terms(p.updates))
         p.step += 1
         if not result.updated:
-            self._skip(result, rows)
+            self._skip(result, batches)
             return
         p.updates += 1
         p.skipped_in_a_row = 0
@@ -175,7 +178,7 @@ class Loop:
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
                 self.record.event("experts", step=p.step, counts=result.expert_counts)
 
-    def _skip(self, result: StepResult, rows: list[int]) -> None:
+    def _skip(self, result: StepResult, batches: Sequence[MicroBatch]) -> None:
         """A step that is not finite changed nothing on any rank. Find out whose it was, then skip or stop.
 
         Under fp16's dynamic loss scaling a finite loss whose scaled gradients overflow is how the scale is found:
@@ -184,16 +187,16 @@ class Loop:
         p, loss, norm = self.progress, result.loss, result.grad_norm
         p.skipped_in_a_row += 1
         overflow = result.loss_scale is not None and math.isfinite(loss)
-        lost = [(rank, r) for rank, r in self.world.gather((self.world.rank, self._nonfinite_rows(rows)), ROWS) if r]
-        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, r))}" for rank, r in lost) or self._gradients(
-            result, rows
-        )
+        stop = self.train.nonfinite == "stop" and not overflow
+        too_many = p.skipped_in_a_row >= self.train.nonfinite_limit
+        # Which scale is found is no fault of anybody's: such a step is not computed again to find whose it was.
+        where = "" if overflow and not too_many else self._culprits(loss, batches)
+        where = where or self._gradients(result, batches)
         text = f"step {p.step}: loss {loss}, gradient norm {norm} (not finite: {where})"
         scale = {}
         if result.loss_scale is not None:
             text += f"; loss scale now {result.loss_scale:g}"
             scale = {"loss_scale": result.loss_scale}
-        stop = self.train.nonfinite == "stop" and not overflow
         if self.record is not None:
             self.record.event("skip", step=p.step, loss=repr(loss), grad_norm=repr(norm), where=where, **scale)
             if not stop:
@@ -201,16 +204,17 @@ class Loop:
         if stop:
             raise RunError(
                 f"{text}; stopped before the update",
-                "Look at those rows; lower optim.lr; or set train.nonfinite=skip to pass over such steps.",
+                "Look at what is named; lower optim.lr; or set train.nonfinite=skip to pass over such steps.",
             )
-        if p.skipped_in_a_row >= self.train.nonfinite_limit:
+        if too_many:
             raise RunError(
                 f"{text}; {p.skipped_in_a_row} steps in a row were skipped, the last that train.nonfinite_limit allows",
                 "Weights born in bf16 often exceed fp16's range: use train.precision=bf16." if overflow else None,
             )
 
-    def _gradients(self, result: StepResult, rows: list[int]) -> str:
-        """Return whose gradients were not finite, and of which rows, where every row's own loss is."""
+    def _gradients(self, result: StepResult, batches: Sequence[MicroBatch]) -> str:
+        """Return which gradients were not finite when all were added up, and of which rows they are."""
+        rows = [row for batch in batches for row in batch.rows if row >= 0]
         found = self.world.gather((result.overflowed, rows), AXES)
         names = list(dict.fromkeys(name for overflowed, _ in found for name in overflowed))
         if not names:
@@ -220,14 +224,21 @@ class Loop:
         span = f"rows {', '.join(map(str, used[:16]))}" + (f" … {used[-1]}" if len(used) > 16 else "")
         return f"the gradients of {', '.join(names[:3])}{more}, from {span}"
 
-    def _nonfinite_rows(self, rows: list[int]) -> list[int]:
-        """Return this rank's rows whose own loss is not finite (every rank computes equally many)."""
-        found = []
-        for batch in self._micro_batches(self.progress.step - 1):
-            loss, _ = self.engine.evaluate(batch)
-            if not math.isfinite(loss):
-                found += [row for row in batch.rows if row >= 0]
-        return found
+    def _culprits(self, loss: float, batches: Sequence[MicroBatch]) -> str:
+        """Return which ranks' rows have a loss, or else a gradient, that is not finite; "" when none has."""
+        if not math.isfinite(loss):
+            rows = self._nonfinite_rows(batches)
+            mine = [f"rows {', '.join(map(str, rows))}"] if rows else []
+        else:
+            mine = [show_culprit(c) for c in self.engine.culprits(batches)]
+        found = [f"rank {rank}, {what}" for rank, each in self.world.gather((self.world.rank, mine)) for what in each]
+        more = f"; and {len(found) - CULPRITS_SHOWN} more" if len(found) > CULPRITS_SHOWN else ""
+        return "; ".join(found[:CULPRITS_SHOWN]) + more
+
+    def _nonfinite_rows(self, batches: Sequence[MicroBatch]) -> list[int]:
+        """Return this rank's rows whose own loss is not finite."""
+        alone = [row for batch in batches for row in one_by_one(batch)]
+        return [row.rows[0] for row in alone if not math.isfinite(self.engine.evaluate(row)[0]) and row.rows[0] >= 0]
 
     def _evaluate(self) -> dict[str, Any]:
         """Mean loss over all validation tokens, each row once: sums, so no batch size or rank count shows."""
@@ -297,6 +308,11 @@ class Loop:
             self._save()
             self.checkpoints.finish()
         raise InterruptedRun(f"stopped on request after step {p.step}; saved")
+
+
+def show_culprit(culprit: Culprit) -> str:
+    more = f" and {culprit.others} more" if culprit.others else ""
+    return f"rows {', '.join(map(str, culprit.rows))}: the gradient of {culprit.parameter}{more}"
 
 
 def peak_bytes(device: torch.device) -> int:

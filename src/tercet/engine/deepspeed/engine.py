@@ -12,6 +12,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
+from tercet.engine import Culprit, EngineSetup, MicroBatch, StepResult, Terms
 from tercet.engine.base import EngineBase, once_each
+from tercet.engine.culprit import GradientWatch, culprits
 from tercet.engine.deepspeed.async_io import load_libraries
 from tercet.engine.deepspeed.config import deepspeed_config
 from tercet.engine.deepspeed.installed import require_deepspeed
@@ -149,11 +152,23 @@ class DeepSpeedEngine(EngineBase):
     def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
         if len(micro_batches) != self._accumulation:
             raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
-        world = self.world
-        tokens, weight = self._count_tokens(micro_batches)
         terms = self._set_terms(terms)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        loss, tokens = self._run(micro_batches, partial(self._seed, self.steps_done))
+        updated, norm = self._update()
+        self.steps_done += 1
+        self._updates += updated
+        result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
+        return self._rebalance(result, terms)
+
+    def _seed(self, step: int, micro_step: int) -> None:
+        seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], seed: Callable[[int], None]) -> tuple[float, int]:
+        """Run forward and backward of a step; return its mean loss over all ranks and its trained tokens."""
+        world = self.world
+        tokens, weight = self._count_tokens(micro_batches)
         self.engine.train()
         # DeepSpeed averages over the ranks, we want the sum over the step's global weight. It would also
         # divide by the accumulation: scale_wrt_gas tells it not to.
@@ -161,7 +176,7 @@ class DeepSpeedEngine(EngineBase):
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         loss = math.nan
         for n, batch in enumerate(micro_batches):
-            seed_random_numbers(self.seed, self.steps_done, world.data_rank, n)
+            seed(n)
             batch_loss = loss_of(self.engine, batch, world.device)
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
@@ -173,11 +188,26 @@ class DeepSpeedEngine(EngineBase):
             self._note_peak()
             if n < len(micro_batches) - 1:
                 self.engine.step()  # counts the micro-batch
-        updated, norm = self._update()
-        self.steps_done += 1
-        self._updates += updated
-        result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
-        return self._rebalance(result, terms)
+        return loss, tokens
+
+    def culprits(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:
+        watch, last = GradientWatch(self.module), len(micro_batches) - 1
+        # The first layer's smallest gradient, made NaN in the last backward, keeps DeepSpeed from an update.
+        trained = [t for t in self.spec.tensors() if self.spec.trains(t) and t.name.startswith("model.layers.0.")]
+        poison = min(trained, key=lambda t: prod(t.shape)).name
+        scaler = scaler_state(self._scaler) if self._compute == torch.float16 else None
+
+        def begin(micro_batch: int) -> None:
+            watch.micro_batch, watch.poisoned = micro_batch, poison if micro_batch == last else None
+            self._seed(self.steps_done - 1, micro_batch)
+
+        with watch.looking():
+            self._run(micro_batches, begin)
+        self._update()
+        if scaler is not None:
+            restore_scaler(self._scaler, scaler)
+        self.balancer.drop_counts()
+        return culprits(watch.found, micro_batches)
 
     def _update(self) -> tuple[bool, float]:
         """Run DeepSpeed's optimizer; return whether anything changed, and the norm of the whole gradient."""
