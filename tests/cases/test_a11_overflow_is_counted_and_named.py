@@ -90,7 +90,7 @@ class Overflowing:
         self.bad, self.scale, self.calls, self.rates = bad, 2.0**16, 0, []
         self.module = torch.nn.Module()
 
-    def step(self, batches, lr, terms=None):
+    def step(self, batches, lr, terms=None, between=None):
         self.calls += 1
         if self.calls in self.bad:
             self.scale /= 2

@@ -120,7 +120,8 @@ def test_the_first_signal_says_at_once_what_comes_and_the_end_how_to_go_on(cli):
 
 
 def test_the_time_that_is_left_is_of_this_step():
-    assert "finishing step 8 (about 40.0 s)" in sentence(7, [50.0, 50.0, 50.0], 10.0)
+    assert "finishing step 8 (about 2.0 s)" in sentence(7, [3.0, 3.0, 3.0], 1.0)
+    assert "next micro-batch begins, or ends (about 40.0 s)" in sentence(7, [50.0, 50.0, 50.0], 10.0)
     assert "(at once)" in sentence(7, [1.0], 5.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -126,8 +126,18 @@ class Engine(Protocol):
         """What another library was told to do, as it was told; None where there is none."""
         ...
 
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
-        """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them."""
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        terms: Terms | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """Run one optimizer step over this rank's micro-batches. All ranks call it with the same number of them.
+
+        `between` is called where a micro-batch begins, equally often on all ranks. What it raises ends the step: weights
+        and optimizer are then those of the step before and may be saved; nothing else may be asked of the engine.
+        """
         ...
 
     def culprits(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:

@@ -79,11 +79,13 @@ def culprits(found: Sequence[tuple[str, int]], micro_batches: Sequence[MicroBatc
 
 def one_by_one(batch: Any) -> list[MicroBatch]:
     """Return a batch's rows (B, T) as batches (1, T) each."""
-    length = batch.input_ids.shape[1]
-    found = []
+    if len(batch.rows) < 2:
+        return [batch]
+    length, found = batch.input_ids.shape[1], []
     for n, row in enumerate(batch.rows):
         borders = batch.documents - n * length
-        alone = {name: getattr(batch, name)[n : n + 1] for name in ("input_ids", "labels", "positions")}
+        named = {name: getattr(batch, name) for name in ("input_ids", "labels", "positions", "weights")}
+        alone = {name: None if tensor is None else tensor[n : n + 1] for name, tensor in named.items()}
         within = borders[(borders >= 0) & (borders <= length)]
         found.append(replace(batch, **alone, documents=within, rows=[row]))
     return found

@@ -21,7 +21,7 @@ from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.scaling import LossScale
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Save, on_cards, restored
+from tercet.engine.shards import Part, Provider, Save, on_cards, restored, room_for_copies
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
 from tercet.model.through_transformers import ThroughTransformers, check_documents
@@ -143,11 +143,17 @@ class NativeEngine(EngineBase):
 
     # ------------------------------------------------------------------------------------------------ the verbs
 
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        terms: Terms | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> StepResult:
         self._end_evaluation()
         tokens, weight = self._count_tokens(micro_batches)
         terms = self._set_terms(terms)
-        loss_sum = self._run(micro_batches, weight, partial(self._seed, self.steps_done))
+        loss_sum = self._run(micro_batches, weight, partial(self._begin_micro_batch, between))
         self._note_peak()
         result = self._rebalance(self._update(loss_sum, tokens, weight, lr), terms)
         self.layout.end_step()
@@ -157,6 +163,11 @@ class NativeEngine(EngineBase):
     @property
     def _scale(self) -> float:
         return self._scaler.scale if self._scaler else 1.0
+
+    def _begin_micro_batch(self, between: Callable[[], None] | None, micro_step: int) -> None:
+        if between is not None:
+            between()
+        self._seed(self.steps_done, micro_step)
 
     def _seed(self, step: int, micro_step: int) -> None:
         seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
@@ -288,7 +299,9 @@ class NativeEngine(EngineBase):
             {key.partition("/")[2]: begin for key, _, begin in rows},
         )
         # Where the parameters' state lies decides: the experts' biases are on the card whatever is offloaded.
-        return Save(lambda: [part], self._position(), background=on_cards(part.value for part in self.layout.parts))
+        copies = sum(tensor.nbytes for tensor in part.tensors.values())
+        background = on_cards(p.value for p in self.layout.parts) and room_for_copies(copies, self.world.size)
+        return Save(lambda: [part], self._position(), background)
 
     @torch.no_grad()
     def load(self, folder: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """What an engine writes into a checkpoint: row ranges of every tensor, in safetensors, one file a rank.
 
-File `rank-N.safetensors` (more of them, `rank-N-group-M`, for state that does not fit into memory) holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments
-`exp_avg/NAME`, `exp_avg_sq/NAME`, all fp32; its metadata gives the first row of each. Reading takes any rows from
+File `rank-N.safetensors` (more of them, `rank-N-group-M` or `rank-N-piece-M`, for state that does not fit into memory)
+holds, for each parameter, the rows that rank N updates: `weights/NAME` and the moments `exp_avg/NAME`,
+`exp_avg_sq/NAME`, all fp32; its metadata gives the first row of each. Reading takes any rows from
 whichever files hold them, so another number of ranks, another layout or another engine finds what it needs.
 An engine that cuts parameters within rows (DeepSpeed) writes ranges of flattened elements instead: the metadata's
 layout is then `flat` and its numbers count elements.
@@ -14,7 +15,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,6 +26,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tercet.errors import InputError
+from tercet.parallel.shard import free_bytes
+from tercet.spec import saving
+from tercet.spec.saving import copies_fit
 from tercet.weights.writing import save_tensors
 
 
@@ -66,7 +70,7 @@ class Save:
             copies = [replace(part, tensors={k: copied(t) for k, t in part.tensors.items()}) for part in parts()]
             self._parts: Callable[[], Iterable[Part]] = lambda: copies
         else:
-            self._parts = parts
+            self._parts = lambda: (piece for part in parts() for piece in pieces(part))
         self.again()
 
     def again(self) -> None:
@@ -110,6 +114,29 @@ def on_cards(tensors: Iterable[Tensor]) -> bool:
     For state that lies in host memory already a copy would cost as much memory again: it is written at once.
     """
     return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def room_for_copies(copies_bytes: float, ranks: int) -> bool:
+    """Return whether this rank's share of the host's free memory takes a copy of what it saves."""
+    return copies_fit(copies_bytes, free_bytes(torch.device("cpu"), ranks))
+
+
+def pieces(part: Part) -> Iterator[Part]:
+    """Cut a part that lies on a card into files of PIECE_BYTES at most, one larger tensor excepted."""
+    if not on_cards(part.tensors.values()):
+        yield part
+        return
+    groups: list[dict[str, Tensor]] = []
+    size = 0
+    for key, tensor in part.tensors.items():
+        if not groups or size + tensor.nbytes > saving.PIECE_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][key] = tensor
+        size += tensor.nbytes
+    for n, tensors in enumerate(groups):
+        path = part.path if len(groups) == 1 else part.path.with_stem(f"{part.path.stem}-piece-{n}")
+        yield Part(path, tensors, {name: part.rows[name] for name in (key.partition("/")[2] for key in tensors)})
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -28,6 +28,7 @@ from tercet.parallel.mesh import device_mesh
 from tercet.parallel.part import Part, chunk_rows
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
+from tercet.spec.memory_limit import memory_limit
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
 from tercet.spec.strategy import Strategy
@@ -193,5 +194,8 @@ def _gathered(modules: list[FSDPModule]) -> dict[str, list[Tensor]] | None:
 def free_bytes(device: torch.device, ranks: int) -> float:
     """Return the memory that a rank may still take: of its card, or its share of the host's."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available / ranks
+        free, limit = psutil.virtual_memory().available, memory_limit(ranks)
+        if limit is not None:  # of all ranks together, which are about alike
+            free = min(free, limit.bytes - ranks * psutil.Process().memory_info().rss)
+        return max(0, free) / ranks
     return torch.get_device_module(device).mem_get_info(device)[0]

@@ -13,7 +13,7 @@ from typing import Any
 from tercet.errors import InputError, NotLegalError, nearest
 from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
-from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, swap_bytes
+from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, saves_behind, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
 from tercet.planner.ways import WaysOut, shortage, way_for
@@ -272,7 +272,7 @@ def would_need(search: Search, strategy: Strategy) -> dict[str, Any]:
     candidate = search.candidate(strategy)
     return {
         "ledger": moments_of(search, candidate)["peak"],
-        "host": host_rows(search.counts, candidate.job, search.machine.card is None),
+        "host": host_rows(search.counts, candidate.job, search.machine.card is None, search.machine.host_bytes),
         "card_bytes": candidate.need,
         "tokens_per_second": candidate.tokens_per_second,
     }
@@ -291,7 +291,7 @@ def entry(
     strategy, job = candidate.strategy, candidate.job
     on_gpu = machine.card is not None
     both = moments_of(search, candidate)
-    host = host_rows(counts, job, not on_gpu)
+    host = host_rows(counts, job, not on_gpu, machine.host_bytes)
     disk = disk_rows(counts, job, recipe.output.keep, model_bytes(recipe))
     seconds = candidate.seconds
     found: dict[str, Any] = {
@@ -310,6 +310,7 @@ def entry(
         "usable_bytes": machine.worker_bytes,
         "host": host,
         "host_bytes": candidate.host_need,
+        "saves_behind_steps": saves_behind(counts, job, not on_gpu, machine.host_bytes),
         "disk": disk,
         "disk_bytes": sum(disk.values()),
         "traffic": {f"{x.kind} {x.what}": int(x.payload) for x in collectives(counts, job)},

@@ -13,6 +13,7 @@ from tercet.planner.job import Job, of_strategy
 from tercet.spec.blocks.cost import Kept
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
+from tercet.spec.saving import PIECE_BYTES, copies_fit
 from tercet.spec.strategy import Strategy, Work
 
 STATE_ROWS = ("weights", "master", "gradients", "optimizer")
@@ -285,8 +286,29 @@ def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu
     }
 
 
-def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
-    """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading."""
+def save_copies(counts: Counts, job: Job, machine_is_cpu: bool) -> float:
+    """Return the bytes of all ranks that a save copies to the host when it is written behind the next steps.
+
+    None where the state lies on the host already, or in files: it is written from there, at once.
+    """
+    if machine_is_cpu or "optimizer" in job.offload or job.host_shards:
+        return 0.0
+    return (max(job.master_bytes, job.weight_bytes, 4) + job.state_bytes) * counts.trained_parameters
+
+
+def saves_behind(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | None) -> bool:
+    """Return whether saves go on behind the next steps; `host_bytes`: the machine's RAM, None when not known."""
+    copies = save_copies(counts, job, machine_is_cpu)
+    others = sum(host_rows(counts, job, machine_is_cpu, host_bytes=0).values())
+    return copies > 0 and (host_bytes is None or copies_fit(copies, host_bytes - others))
+
+
+def host_rows(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | None = None) -> Rows:
+    """Return host memory of the whole machine: offloaded states, what pinning adds, loader, loading and saving.
+
+    `loading` is what passes through while weights are read or a save is written, which is never at once: a save's
+    copies whole where a machine with `host_bytes` of RAM has room for them, or else pieces of them.
+    """
     trained = counts.trained_parameters
     elsewhere = away_from_cards(counts, job)
     residuals = 0.0
@@ -308,7 +330,11 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool) -> Rows:
     if job.nvme:
         pinned += nvme_buffers(counts, job) * job.ranks
     batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
-    loading = 4 * counts.largest_tensor * job.ranks
+    loading = 4.0 * counts.largest_tensor * job.ranks
+    if copies := save_copies(counts, job, machine_is_cpu):
+        whole = host_bytes is None or (host_bytes > 0 and saves_behind(counts, job, machine_is_cpu, host_bytes))
+        pieces = max(PIECE_BYTES, 4 * counts.largest_tensor) * job.ranks
+        loading = max(loading, copies if whole else min(copies, pieces))
     process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
     return {
         "states": int(elsewhere["states"]),

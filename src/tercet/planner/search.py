@@ -118,7 +118,7 @@ class Search:
         machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())
-        host = sum(host_rows(self.counts, job, not on_gpu).values())
+        host = sum(host_rows(self.counts, job, not on_gpu, self.machine.host_bytes).values())
         if not on_gpu:
             host += need * strategy.ranks
         n = job.shards

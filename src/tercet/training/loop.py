@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -20,10 +20,15 @@ from tercet.parallel.world import World, is_collective_failure
 from tercet.spec.mesh import AXES, TOKENS
 from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.training.checkpoint import Checkpoints
+from tercet.training.pace import LONG_STEP_SECONDS
 from tercet.training.record import Recorder
 from tercet.training.schedule import learning_rate
 
 CULPRITS_SHOWN = 4  # of a step that was not finite; all ranks may have some
+
+
+class _GivenUp(Exception):
+    """A step was ended between its micro-batches."""
 
 
 class Batches(Protocol):
@@ -77,6 +82,8 @@ class Loop:
         self.total_steps, self.micro_batch, self.checkpoint_every = total_steps, micro_batch, checkpoint_every
         self.progress, self.stop_requested, self.state = progress, stop_requested, state
         self.sample, self.has_validation, self.at, self.terms = sample, has_validation, at, terms
+        self._long = True  # whether steps take so long that a request to stop is looked for within them
+        self._seconds = 0.0  # of this rank's last step
         self.failed: list[tuple[int, str]] = []  # (step, what went wrong without ending the run)
 
     def run(self) -> Progress:
@@ -99,10 +106,10 @@ class Loop:
 
     def _agree(self) -> None:
         """The one point per step where ranks compare what each knows by its own clock: stop? is the save written?"""
-        flags = torch.tensor(
-            [int(self.stop_requested()), int(self.checkpoints is not None and self.checkpoints.writing())]
-        )
-        stop, writing = self.world.sum(flags).tolist()
+        writing = self.checkpoints is not None and self.checkpoints.writing()
+        flags = [self.stop_requested(), writing, self._seconds >= LONG_STEP_SECONDS]
+        stop, writing, long = self.world.sum(torch.tensor([int(flag) for flag in flags])).tolist()
+        self._long = bool(long) or self._seconds == 0
         if not writing:
             self._finish_save()
         if stop:
@@ -152,8 +159,12 @@ class Loop:
         self.at(p.step + 1, rows)
         # The schedule follows updates: a skipped step does not move it.
         lr = learning_rate(self.optim, p.updates, self.total_steps)
-        result = self.engine.step(batches, lr, self.terms(p.updates))
+        try:
+            result = self.engine.step(batches, lr, self.terms(p.updates), self._give_up_when_asked)
+        except _GivenUp:  # on all ranks; what it had done will be done again
+            self._save_and_stop()
         p.step += 1
+        self._seconds = time.perf_counter() - begin
         if not result.updated:
             self._skip(result, batches)
             return
@@ -161,7 +172,7 @@ class Loop:
         p.skipped_in_a_row = 0
         p.tokens += result.tokens
         p.train_loss = result.loss
-        seconds = time.perf_counter() - begin
+        seconds = self._seconds
         if self.record is not None:
             self.record.step(
                 p.step,
@@ -177,6 +188,11 @@ class Loop:
             )
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
                 self.record.event("experts", step=p.step, counts=result.expert_counts)
+
+    def _give_up_when_asked(self) -> None:
+        """End a long step where a micro-batch begins, on all ranks, when any was asked to stop."""
+        if self._long and self.world.any(self.stop_requested()):
+            raise _GivenUp
 
     def _skip(self, result: StepResult, batches: Sequence[MicroBatch]) -> None:
         """A step that is not finite changed nothing on any rank. Find out whose it was, then skip or stop.
@@ -238,7 +254,8 @@ class Loop:
     def _nonfinite_rows(self, batches: Sequence[MicroBatch]) -> list[int]:
         """Return this rank's rows whose own loss is not finite."""
         alone = [row for batch in batches for row in one_by_one(batch)]
-        return [row.rows[0] for row in alone if not math.isfinite(self.engine.evaluate(row)[0]) and row.rows[0] >= 0]
+        lost = [row for row in alone if not math.isfinite(self.engine.evaluate(row)[0])]
+        return [number for row in lost for number in row.rows if number >= 0]
 
     def _evaluate(self) -> dict[str, Any]:
         """Mean loss over all validation tokens, each row once: sums, so no batch size or rank count shows."""
@@ -297,7 +314,7 @@ class Loop:
             state["validation_loss"] = None  # belongs to other weights
         self.checkpoints.save(self.engine, state)
 
-    def _save_and_stop(self) -> None:
+    def _save_and_stop(self) -> NoReturn:
         p = self.progress
         if p.step == 0:
             raise InterruptedRun("stopped before the first step; there was nothing to save")

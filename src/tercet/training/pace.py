@@ -10,6 +10,7 @@ from tercet.spec.run_folder import RunFolder
 from tercet.units import show_seconds
 
 RECENT_STEPS = 20
+LONG_STEP_SECONDS = 5.0  # from which on a request to stop is looked for between micro-batches too
 BEFORE_A_STEP = "stopping before the first step of this start has ended; again to end at once"
 
 
@@ -26,6 +27,12 @@ def stopping_line(run: RunFolder, since: float) -> str:
 
 def sentence(done: int, seconds: list[float], elapsed: float) -> str:
     """`done` steps took `seconds` each (the newest last); the step that runs began `elapsed` seconds ago."""
-    left = max(0.0, statistics.median(seconds[-RECENT_STEPS:]) - elapsed)
+    usual = statistics.median(seconds[-RECENT_STEPS:])
+    left = max(0.0, usual - elapsed)
     about = f"about {show_seconds(left)}" if left >= 1 else "at once"
+    if usual >= LONG_STEP_SECONDS:
+        return (
+            f"stopping: step {done + 1} is given up where its next micro-batch begins, or ends ({about}), then saving; "
+            "again to discard what is not saved"
+        )
     return f"stopping: finishing step {done + 1} ({about}), then saving; again to discard what is not saved"

@@ -33,7 +33,7 @@ from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.schedules import loss_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Save, on_cards, restored
+from tercet.engine.shards import Part, Provider, Save, on_cards, restored, room_for_copies
 from tercet.errors import NotLegalError
 from tercet.model.build import make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
@@ -149,18 +149,29 @@ class DeepSpeedEngine(EngineBase):
 
     # ------------------------------------------------------------------------------------------------ the verbs
 
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float, terms: Terms | None = None) -> StepResult:
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        terms: Terms | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> StepResult:
         if len(micro_batches) != self._accumulation:
             raise RuntimeError(f"{len(micro_batches)} micro-batches, but DeepSpeed was told {self._accumulation}")
         terms = self._set_terms(terms)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        loss, tokens = self._run(micro_batches, partial(self._seed, self.steps_done))
+        loss, tokens = self._run(micro_batches, partial(self._begin_micro_batch, between))
         updated, norm = self._update()
         self.steps_done += 1
         self._updates += updated
         result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
         return self._rebalance(result, terms)
+
+    def _begin_micro_batch(self, between: Callable[[], None] | None, micro_step: int) -> None:
+        if between is not None:
+            between()
+        self._seed(self.steps_done, micro_step)
 
     def _seed(self, step: int, micro_step: int) -> None:
         seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
@@ -249,7 +260,8 @@ class DeepSpeedEngine(EngineBase):
         position = self._position()
         if self._compute == torch.float16:
             position["scaler"] = scaler_state(self._scaler)
-        background = on_cards(self.fragments.flats)
+        copies = (1 + len(MOMENTS)) * sum(flat.nbytes for flat in self.fragments.flats)
+        background = on_cards(self.fragments.flats) and room_for_copies(copies, self.world.size)
         return Save(lambda: self._parts(folder), position, background, layout="flat", engine="deepspeed")
 
     def _parts(self, folder: Path) -> Iterator[Part]:
