@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT_SECONDS = 60
+STARTING_SECONDS = 240  # more, for the first answer: processes import torch, perhaps while other work shares the cores
 
 
 class RankError(AssertionError):
@@ -58,6 +59,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
         if not self._processes:
             self._start()
+            limit += STARTING_SECONDS
         for pipe in self._pipes:
             pipe.send((function, args))
         results = []

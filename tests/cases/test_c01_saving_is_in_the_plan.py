@@ -22,13 +22,15 @@ BYTES = {"fp32": (torch.float32, 4), "bf16": (torch.bfloat16, 2)}
 
 
 def save(world: World, word: str, precision: str, folder: Path):
-    """Save a real checkpoint; return (its tensors' bytes in this rank's file, the largest tensor made, the plan)."""
+    """Save a real checkpoint; return (this rank's file's bytes, the largest tensor made, the plan's two figures)."""
     model, rows = tiny_model(width=128, ffn=256, vocabulary=1000), 2 * world.size
     strategy = tiny_strategy(word, world.size, rows)
     engine = tiny_engine(world, strategy, precision, model)
     engine.step(micro_batches(0, world.rank, world.size, 1, rows, vocabulary=1000), 1e-3)
     with Largest() as made:
         engine.save(folder).wait()
+        for _ in engine.weights():  # what the trained model's folder is written from
+            pass
     (file,) = folder.glob(f"rank-{world.rank}.safetensors")
     counts, job = Counts(model), of_strategy(strategy, Work(16, rows, precision))
     between = sum(moments(counts, job, load(), world.rank)["between_steps"].values())
@@ -41,8 +43,10 @@ def save(world: World, word: str, precision: str, folder: Path):
 )
 def test_a_checkpoint_takes_the_memory_and_the_disk_that_were_planned(pools, tmp_path, size, word, precision):
     found = pools[size].run(save, word, precision, tmp_path)
+    padding = 2 * 128 * 4  # of a gathered parameter, to equal shards
     for _, made, planned, _ in found:
-        assert made <= planned
+        assert made <= planned + padding
+        assert made >= planned or word != "zero3", "the plan counts more than is made"
     # Two are kept while a third is written; a file's header is not in the plan.
     assert 3 * sum(file for file, *_ in found) == pytest.approx(found[0][3], rel=0.02)
 

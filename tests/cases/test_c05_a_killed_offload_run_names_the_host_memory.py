@@ -33,5 +33,5 @@ def test_signal_9_in_an_offloaded_run(cli):
         code=1,
     )
     assert "rank 1 was killed by signal 9 (SIGKILL)" in out.stderr
-    assert "for want of host RAM" in out.stderr and "GB in this machine" in out.stderr
+    assert "because host RAM ran out" in out.stderr and "GB in this machine" in out.stderr
     assert "tercet train --resume" in out.stderr

@@ -99,7 +99,7 @@ class Body(nn.Module):
 
 @dataclass(frozen=True)
 class Carried:
-    """What the blocks and the end of one micro-batch need besides x: made by `Decoder.begin`, changed by nobody."""
+    """What the blocks and the end of one micro-batch need besides x: made by `Decoder.begin`, then read only."""
 
     input_ids: Tensor
     labels: Tensor | None

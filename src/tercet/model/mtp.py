@@ -3,7 +3,7 @@
 Depth k predicts, at position t, the token at t + k + 1 from the state of depth k - 1 at t and the embedding of
 token t + k. State of depth 0 is the main model's output after its final norm; each depth hands on its own
 normed output. Positions whose further tokens lie in another document are computed but not trained; being the
-last of their document, they are seen by nobody.
+last of their document, they are not seen by any other.
 """
 
 from __future__ import annotations

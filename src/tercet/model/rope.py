@@ -47,7 +47,7 @@ def scaled_frequencies(rope: Rope, dim: int, positions: Tensor) -> tuple[Tensor,
 def _dynamic(rope: Rope, dim: int, positions: Tensor, exponent: Tensor) -> Tensor:
     """Theta grows with the text once it is longer than the trained context (NTK-aware, "dynamic" in configs).
 
-    Follows from the positions at hand alone, so the same text gives the same numbers whatever came before.
+    Follows from these positions alone, so the same text gives the same numbers whatever came before.
     """
     trained, factor = rope.number("original_max_position_embeddings"), rope.number("factor")
     longest = torch.clamp(positions.amax(-1) + 1, min=trained)[:, None, None]  # of each row: rows do not meet

@@ -28,7 +28,7 @@ LONGEST_PAUSE_SECONDS = 60.0  # between two attempts that each ran into a full d
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a piece of writing failed. `full`: for want of space, so it may succeed later."""
+    """Why a write failed. `full`: the disk had no space, so it may succeed later."""
 
     rank: int
     full: bool

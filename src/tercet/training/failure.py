@@ -119,5 +119,5 @@ def _killed(rank: int, number: int, run: RunFolder, ranks: int) -> TercetError:
             allowed = f"{show_bytes(limit.bytes)} allowed by {limit.source}; {allowed}"
         if planned := (run.read_plan() or {}).get("host_bytes"):
             allowed = f"{show_bytes(planned)} were planned; {allowed}"
-        text += f"; if you did not do that, it was probably the kernel, for want of host RAM ({allowed})"
+        text += f"; if you did not do that, it was probably the kernel, because host RAM ran out ({allowed})"
     return TercetError(text, f"{resume_command(run)}. Its log: {run.log_of(rank)}")

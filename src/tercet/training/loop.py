@@ -334,7 +334,7 @@ def show_culprit(culprit: Culprit) -> str:
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory this rank has held: of the card, or on the CPU the process's resident peak."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

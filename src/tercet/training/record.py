@@ -30,7 +30,7 @@ PLAIN_SECONDS = 5.0  # between two plain lines when the console is no terminal
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a file in one go: readers see the old content or the new, never a half."""
+    """Replace a file atomically: readers see the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
@@ -65,7 +65,7 @@ class Pace:
 
 
 class Recorder:
-    """Rank 0's pen. `console` may be None: then nothing is shown, only written.
+    """Writes what rank 0 records. `console` may be None: then nothing is shown, only written.
 
     A log that cannot be written is said once and never ends a run: only flush(), for a save, raises a full disk.
     """
