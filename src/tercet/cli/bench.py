@@ -53,7 +53,6 @@ def run(
     import orjson
 
     from tercet.report.bench import markdown, picture
-    from tercet.spec.machine import this_machine
     from tercet.spec.recipe import load_recipe
 
     require_unix()  # before what only Unix has is imported
@@ -62,16 +61,7 @@ def run(
     if not arguments or "=" in arguments[0]:
         raise InputError("bench needs a recipe", "For example: tercet bench first-light --ranks 1,3")
     recipe, *overrides = arguments
-    if ranks is None:
-        machine = this_machine()
-        numbers = list(range(1, machine.ranks + 1)) if machine.card else [1, machine.ranks]
-    else:
-        try:
-            numbers = sorted({int(n) for n in ranks.split(",")})
-        except ValueError:
-            raise InputError(f"--ranks {ranks!r} must be whole numbers, as 1,2,3") from None
-        if numbers[0] < 1:
-            raise InputError(f"--ranks {ranks!r}: every number must be at least 1")
+    numbers = _numbers(ranks)
     folder = Path(output or f"bench/{load_recipe(recipe, overrides).name}").absolute()
     if (folder / "bench.json").exists():
         raise InputError(f"{folder} holds a bench already", "Give another folder with --output.")
@@ -97,3 +87,19 @@ def run(
         typer.echo(f"written: {folder}/bench.md, bench.json, bench.svg")
     if not report["rows"]:
         raise typer.Exit(3)
+
+
+def _numbers(ranks: str | None) -> list[int]:
+    """Return the numbers of ranks to bench, ascending: those asked for, or what this machine can start."""
+    from tercet.spec.machine import this_machine
+
+    if ranks is None:
+        machine = this_machine()
+        return list(range(1, machine.ranks + 1)) if machine.card else [1, machine.ranks]
+    try:
+        numbers = sorted({int(n) for n in ranks.split(",")})
+    except ValueError:
+        raise InputError(f"--ranks {ranks!r} must be whole numbers, as 1,2,3") from None
+    if numbers[0] < 1:
+        raise InputError(f"--ranks {ranks!r}: every number must be at least 1")
+    return numbers

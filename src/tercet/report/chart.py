@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -122,14 +122,7 @@ def chart(
     def down(y: float) -> float:
         return min(1.0, max(0.0, (y_high - y) / (y_high - y_low)))
 
-    lines = []
-    for s in series:
-        points = thin(s.points)
-        places = [f"{across(x) * WIDTH:.1f} {down(y) * HEIGHT:.1f}" for x, y in points]
-        joined = "M" + "L".join(places) if len(places) > 1 else ""
-        # A dot is a line of no length with a round end: it stays round however the box is stretched.
-        dots = "".join(f"M{place}h0" for place in places) if (s.dots and len(places) <= DOTS) or not joined else ""
-        lines.append(Line(s.name, s.style, points, joined, dots))
+    lines = [_line(s, across, down) for s in series]
     for value, name in limits:
         if y_low <= value <= y_high:
             lines.append(Line(name, "limit", [(x_low, value)], f"M0 {down(value) * HEIGHT:.1f}H{WIDTH:.0f}"))
@@ -146,6 +139,16 @@ def chart(
         wide=wide,
         outside=outside,
     )
+
+
+def _line(series: Series, across: Callable[[float], float], down: Callable[[float], float]) -> Line:
+    """Return a series as SVG paths; `across` and `down` place a value within the box, 0 to 1."""
+    points = thin(series.points)
+    places = [f"{across(x) * WIDTH:.1f} {down(y) * HEIGHT:.1f}" for x, y in points]
+    joined = "M" + "L".join(places) if len(places) > 1 else ""
+    # A dot is a line of no length with a round end: it stays round however the box is stretched.
+    dotted = (series.dots and len(places) <= DOTS) or not joined
+    return Line(series.name, series.style, points, joined, "".join(f"M{place}h0" for place in places) if dotted else "")
 
 
 def smoothed(points: Points) -> tuple[Points, int]:

@@ -172,23 +172,20 @@ def run_as_rank(
     `started_by`: whom to name as having started the ranks; None when that was told before.
     """
     me = Rank(run, number)
-    at = me.at
     if started_by is None and number == 0:  # no supervisor of ours is there to say it
         stop.first = me.say_stopping
     try:
-        watch = None
-        if watched is not None:
-            from tercet.probe.communication import Watch
-
-            watch = Watch(*map(int, watched.split(":")))
-
-            def at(step: int, rows: list[int]) -> None:
-                me.at(step, rows)
-                watch.at(step)
-
         from tercet.parallel.world import close_world
-        from tercet.training.record import safe_console
+        from tercet.probe.communication import Watch
+        from tercet.training.record import safe_console, write_json
         from tercet.training.run import run_rank
+
+        watch = Watch(*map(int, watched.split(":"))) if watched is not None else None
+
+        def at(step: int, rows: list[int]) -> None:
+            me.at(step, rows)
+            if watch is not None:
+                watch.at(step)
 
         world = join()
         require_planned_device(run.read_plan() or {}, world.device.type)
@@ -199,8 +196,6 @@ def run_as_rank(
                 console.print(how_started(started_by, devices, hosts), markup=False, highlight=False, soft_wrap=True)
         run_rank(recipe, run, world, stop, console, at, accept_changed_data)
         if watch is not None:
-            from tercet.training.record import write_json
-
             write_json(run.path / "communication.json", {"share": watch.share})
         close_world(world)
         return 0

@@ -19,6 +19,23 @@ LIVE = 1_000_000_000
 # Whole weights that a rank reads from files at once: one module's, and what lies between two.
 NVME_WEIGHT_BUFFERS = 8
 NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
+# Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
+LOSS_SCALING = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
+# DeepSpeed's defaults, written out.
+ASYNC_IO = {
+    "block_size": 2**20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+    "use_gds": False,
+}
 
 
 def deepspeed_config(
@@ -44,46 +61,31 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0 if optim.clip == "none" else optim.clip,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": optim.lr,
-                "betas": list(optim.betas),
-                "eps": optim.eps,
-                "weight_decay": optim.weight_decay,
-                "torch_adam": True,
-                "adam_w_mode": True,
-                "fused": True,
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": _adamw(optim)},
         "zero_optimization": zero_section(model, strategy, on_card, swap),
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {"enabled": precision == "fp16"},
+        "fp16": {"enabled": precision == "fp16", **(LOSS_SCALING if precision == "fp16" else {})},
         "data_types": {"grad_accum_dtype": summed_in(strategy, precision, accumulation)},
         "communication_data_type": "fp32",
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
     }
-    if strategy.on_nvme:  # DeepSpeed's defaults, written out
-        config["aio"] = {
-            "block_size": 2**20,
-            "queue_depth": 8,
-            "intra_op_parallelism": 1,
-            "single_submit": False,
-            "overlap_events": True,
-            "use_gds": False,
-        }
-    if precision == "fp16":
-        # Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
-        config["fp16"] |= {
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 1,
-            "min_loss_scale": 1,
-        }
+    if strategy.on_nvme:
+        config["aio"] = ASYNC_IO
     return config
+
+
+def _adamw(optim: OptimSection) -> dict[str, Any]:
+    return {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "torch_adam": True,
+        "adam_w_mode": True,
+        "fused": True,
+    }
 
 
 def summed_in(strategy: Strategy, precision: str, accumulation: int) -> str:
