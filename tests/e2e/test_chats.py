@@ -14,6 +14,7 @@ from tests.chats_tiny import folder, turns, write
 RECIPE = """
 model: {layers: 2, width: 32, heads: 4, ffn: 44, vocabulary: 512, context_tokens: 128}
 data: {train: rows.jsonl, tokenizer: words, template: chatml, sequence_tokens: 64}
+optim: {schedule: constant}
 train: {batch_sequences: 6, steps: 6, precision: fp32}
 output: {checkpoint_every: 3}
 """
@@ -70,6 +71,10 @@ def test_one_and_three_ranks_and_a_resumed_run_agree(cli):
     tokens = [[e["tokens"] for e in cli.events(r, "step")] for r in ("one", "three")]
     assert tokens[0] == tokens[1] and 0 < sum(tokens[0]) < 6 * 6 * 64
     cli.run("train", "chats.yaml", "--ranks", "1", "--output", "two", "train.steps=3")
+    page = (cli.folder / "one" / "data.html").read_text(encoding="utf-8")
+    assert 'class="trained"' in page and "question" in page
+    cli.run("train", "--resume", "two", "train.steps=6")
+    assert cli.losses("two") == cli.losses("one"), "a resumed run is the uninterrupted one, bit for bit"
     model = json.loads((cli.folder / "one" / "model" / "generation_config.json").read_text())
     ends = model["eos_token_id"]
     from tercet.data.tokenizer import load

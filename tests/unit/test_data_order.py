@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.data import order
-from tercet.data.mix import Mix, read_weights
+from tercet.data.mix import Mix, Mixing, read_weights
 from tercet.errors import InputError
+from tercet.spec.recipe import DataSection
 
 
 class Counted:
@@ -93,3 +94,34 @@ def test_all_sources_have_weights_or_none_has():
     assert read_weights([1, 2.5], ["a", "b"]) == (1.0, 2.5)
     with pytest.raises(InputError, match="b has no weight"):
         read_weights([1, None], ["a", "b"])
+
+
+def mixing(sources, **keys):
+    return Mixing.of(DataSection.model_validate({"train": sources, **keys}))
+
+
+def test_epochs_of_a_source_repeat_each_of_its_rows_so_often():
+    m = mixing([{"path": "a", "epochs": 3}, {"path": "b"}]).mix((Counted(7), Counted(11)), seed=5)
+    assert m.rows_per_epoch == 3 * 7 + 11
+    for epoch in range(2):
+        places = [m.place(n) for n in range(epoch * 32, (epoch + 1) * 32)]
+        assert Counter(places) == {**{(0, r): 3 for r in range(7)}, **{(1, r): 1 for r in range(11)}}
+    alone = mixing([{"path": "a", "epochs": 2}]).mix((Counted(5),), seed=1)
+    assert Counter(alone.place(n) for n in range(10)) == {(0, r): 2 for r in range(5)}
+
+
+def test_a_temperature_raises_the_share_of_small_sources():
+    sizes = (Counted(900), Counted(100))
+    shares = [mixing(["a", "b"], temperature=t).mix(sizes, seed=0).shares for t in (1, 2, 100)]
+    assert [round(float(s[1]), 3) for s in shares] == [0.1, 0.25, 0.495]
+    m = mixing(["a", "b"], temperature=2).mix(sizes, seed=0)
+    assert Counter(m.place(n)[0] for n in range(1000)) == {0: 750, 1: 250}
+
+
+def test_two_ways_to_share_are_not_mixed():
+    for sources, keys in (
+        ([{"path": "a", "epochs": 2, "weight": 1}, {"path": "b", "weight": 1}], {}),
+        ([{"path": "a", "epochs": 2}, "b"], {"temperature": 2}),
+    ):
+        with pytest.raises(InputError, match="each of them says how sources share"):
+            mixing(sources, **keys)

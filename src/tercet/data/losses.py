@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import orjson
 from tokenizers import pre_tokenizers
 
 from tercet.data.tokenizer import Tokenizer
@@ -26,8 +27,9 @@ class Losses:
 
     def __init__(self, tokenizer: Tokenizer, sources: int):
         self.tokenizer = tokenizer
-        self.unknown_id = unknown_id(tokenizer)
-        self.complete = complete(tokenizer)
+        state = _state(tokenizer)
+        self.unknown_id = unknown_id(tokenizer, state)
+        self.complete = complete(tokenizer, state)
         self.known: set[str] = set()
         self.gone: set[str] = set()
         self.characters = [0] * sources
@@ -76,21 +78,26 @@ class Losses:
                     )
 
 
-def unknown_id(tokenizer: Tokenizer) -> int | None:
+def _state(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return all that a tokenizer is, as its tokenizer.json says it: megabytes, so it is read once and given on."""
+    return orjson.loads(tokenizer.backend.to_str())
+
+
+def unknown_id(tokenizer: Tokenizer, state: dict[str, Any] | None = None) -> int | None:
     """Return the id that stands for text outside the vocabulary, or None when there is none."""
     if tokenizer.exact is not None:
         return tokenizer.exact.unknown_id
-    model = json.loads(tokenizer.backend.to_str())["model"]
+    model = (_state(tokenizer) if state is None else state)["model"]
     if (at := model.get("unk_id")) is not None:  # Unigram's way
         return tokenizer.backend.token_to_id(model["vocab"][at][0])
     token = model.get("unk_token")
     return None if token is None else tokenizer.backend.token_to_id(token)
 
 
-def complete(tokenizer: Tokenizer) -> bool:
+def complete(tokenizer: Tokenizer, state: dict[str, Any] | None = None) -> bool:
     """Whether every text can be written: the vocabulary holds all bytes, in one of the two usual spellings."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
-    state = json.loads(tokenizer.backend.to_str())
+    state = _state(tokenizer) if state is None else state
     if state["model"].get("byte_fallback") and all(f"<0x{n:02X}>" in vocabulary for n in range(256)):
         return True
     return '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["normalizer"]]) and all(

@@ -12,6 +12,7 @@ import numpy as np
 from tercet.data import order
 from tercet.data.shards import Rows
 from tercet.errors import InputError
+from tercet.spec.recipe import DataSection
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Mix:
     sources: tuple[Rows, ...]
     weights: tuple[float, ...] | None
     seed: int
+    epoch_rows: int | None = None  # where sources say how often an epoch repeats them
 
     @cached_property
     def rows_per_epoch(self) -> int:
-        """Rows of all sources together; with weights the name for that many samples."""
-        return sum(len(s) for s in self.sources)
+        """Rows of all sources together, as often as they are repeated; with weights the name for that many samples."""
+        return sum(len(s) for s in self.sources) if self.epoch_rows is None else self.epoch_rows
 
     @cached_property
     def shares(self) -> tuple[Fraction, ...]:
@@ -69,6 +71,39 @@ class Mix:
         """Return (ids, lengths of the documents) of sample number `sample`."""
         source, row = self.place(sample)
         return self.sources[source].row(row)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What a recipe says of its sources: weights, or epochs, or a temperature, or none of them."""
+
+    weights: tuple[float, ...] | None
+    epochs: tuple[float, ...] | None
+    temperature: float
+
+    @classmethod
+    def of(cls, data: DataSection) -> Mixing:
+        """Raises InputError for a mix of two ways."""
+        weights = read_weights([s.weight for s in data.train], [s.path for s in data.train])
+        epochs = tuple(1.0 if s.epochs is None else s.epochs for s in data.train)
+        repeats = epochs if any(s.epochs is not None for s in data.train) else None
+        said = [n for n, there in (("weight", weights), ("epochs", repeats)) if there]
+        said += ["data.temperature"] if data.temperature != 1 else []
+        if len(said) > 1:
+            raise InputError(
+                f"data.train: {' and '.join(said)} are given, and each of them says how sources share the training",
+                "Give one of them.",
+            )
+        return cls(weights, repeats, data.temperature)
+
+    def mix(self, sources: tuple[Rows, ...], seed: int) -> Mix:
+        sizes = [len(s) for s in sources]
+        if self.epochs is not None:
+            wanted = [size * epochs for size, epochs in zip(sizes, self.epochs, strict=True)]
+            return Mix(sources, tuple(wanted), seed, max(1, round(sum(wanted))))
+        if self.temperature != 1:
+            return Mix(sources, tuple(size ** (1 / self.temperature) for size in sizes), seed)
+        return Mix(sources, self.weights, seed)
 
 
 def read_weights(weights: Sequence[float | None], names: Sequence[str]) -> tuple[float, ...] | None:

@@ -14,7 +14,7 @@ from tercet.data import cache, corpus, figures, tokenizer
 from tercet.data.corpus import TRAIN
 from tercet.data.encoding import Encoding, Meter, Progress
 from tercet.data.kept import Kept, changes, described, judge
-from tercet.data.mix import Mix, read_weights
+from tercet.data.mix import Mix, Mixing
 from tercet.data.shards import Rows
 from tercet.data.sources import Source, content_hashes, find_all
 from tercet.data.spans import Template
@@ -76,7 +76,7 @@ def prepare(
     is left to train on.
     """
     train, held = find_all(data)
-    weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
+    mixing = Mixing.of(data)
     folder = cache.folder_of(data.cache)
     hashes = _hashes(train, held, progress)
     files = described(train, held, hashes)
@@ -101,7 +101,7 @@ def prepare(
     for source in manifest["report"]["sources"]:
         for sentence in figures.warnings(source):
             say(sentence)
-    found = _open(folder / key, key, hit, manifest, weights, seed, decided, files)
+    found = _open(folder / key, key, hit, manifest, mixing, seed, decided, files)
     _check_vocabulary(found.vocabulary, vocabulary, data.tokenizer)
     return found
 
@@ -111,7 +111,7 @@ def find_prepared(
 ) -> Prepared | None:
     """Return the data if it lies in the cache already, else None. Reads the files once, makes nothing."""
     train, held = find_all(data)
-    weights = read_weights([s.section.weight for s in train], [s.section.path for s in train])
+    mixing = Mixing.of(data)
     hashes = _hashes(train, held, _quiet)
     loaded, decided = _tokenizer_of(data, vocabulary, model_tokenizer, None, _quiet)
     decides = {"tokenizer": decided, **({"vocabulary": vocabulary} if loaded is None else {})}
@@ -120,7 +120,7 @@ def find_prepared(
     manifest = cache.complete(folder)
     if manifest is None:
         return None
-    return _open(folder, key, True, manifest, weights, seed, decided, described(train, held, hashes))
+    return _open(folder, key, True, manifest, mixing, seed, decided, described(train, held, hashes))
 
 
 def source_bytes(data: DataSection) -> dict[str, int]:
@@ -296,7 +296,7 @@ def _open(
     key: str,
     hit: bool,
     manifest: dict[str, Any],
-    weights: tuple[float, ...] | None,
+    mixing: Mixing,
     seed: int,
     decides: str,
     files: dict[str, list[dict[str, Any]]],
@@ -308,9 +308,9 @@ def _open(
 
     sources = tuple(rows(n) for n in manifest["train"])
     report = manifest["report"]
-    if weights and (empty := [n for n, s in zip(report["sources"], sources, strict=True) if not len(s)]):
-        raise InputError(f"data.train: {empty[0]['path']} has a weight, but no row of it is left to train on")
-    mix = Mix(sources, weights, seed)
+    mix = mixing.mix(sources, seed)
+    if mix.weights and (empty := [n for n, s in zip(report["sources"], sources, strict=True) if not len(s)]):
+        raise InputError(f"data.train: {empty[0]['path']} has a share, but no row of it is left to train on")
     figures.add_shares(report, mix)
     return Prepared(
         folder=folder,

@@ -35,6 +35,10 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
+    def data_page(self) -> Path:
+        return self.path / "data.html"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from tercet.data.figures import lines
 from tercet.data.kept import Kept, keep
 from tercet.data.prepare import Prepared
+from tercet.data.show import documents
 from tercet.data.tokenizer import load as load_tokenizer
 from tercet.engine import Engine
 from tercet.errors import InputError, InterruptedRun, RunError
 from tercet.parallel.world import World
+from tercet.report.data_page import data_page
 from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import FORMAT, RunFolder
 from tercet.training.assembly import Assembled, assemble
@@ -24,6 +27,7 @@ from tercet.training.record import Recorder, write_json
 from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
 
+SHOWN_CHATS = 10
 BYTES_PER_SAVED_PARAMETER = 12  # fp32 weights and two moments
 
 
@@ -68,6 +72,13 @@ def run_rank(
     built.world.meet()  # rank 0 has written the summary
 
 
+def _show_data(run: RunFolder, prepared: Prepared) -> None:
+    """Write data.html: what of the first chats is trained, as the model sees them."""
+    figures = prepared.report
+    page = data_page(run.path.name, lines(figures), figures, list(documents(prepared, SHOWN_CHATS)))
+    run.data_page.write_text(page, encoding="utf-8")
+
+
 def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recorder | None:
     """Return rank 0's recorder, None on the others; what is known before the first step is written."""
     run, progress = built.run, built.progress
@@ -85,6 +96,8 @@ def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recor
 
     def begin() -> None:
         write_json(run.data, built.prepared.report)
+        if "chats" in built.prepared.report:
+            _show_data(run, built.prepared)
         keep_sources(run, built.prepared, built.kept)
         if built.engine.config is not None:  # what DeepSpeed was told
             write_json(run.ds_config, built.engine.config)

@@ -182,7 +182,7 @@ def remove_start(run: RunFolder) -> None:
 
     if not run.plan.exists():  # somebody's folder, not a start of ours
         return
-    for path in (run.recipe, run.plan, run.data, run.events, run.ds_config, run.report, run.path / FILE):
+    for path in (run.recipe, run.plan, run.data, run.data_page, run.events, run.ds_config, run.report, run.path / FILE):
         path.unlink(missing_ok=True)
     for folder in (run.tensorboard, run.path / TOKENIZER):
         shutil.rmtree(folder, ignore_errors=True)

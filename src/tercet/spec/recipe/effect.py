@@ -69,7 +69,13 @@ RULES = (
         ("data.train",),
     ),
     Rule(
-        ("data.validation.*.weight",),
+        ("data.temperature",),
+        "a second source to share the training with",
+        lambda r: len(r.data.train) > 1,
+        ("data.train",),
+    ),
+    Rule(
+        ("data.validation.*.weight", "data.validation.*.epochs"),
         "training sources: validation reads each row once, whatever its source",
         lambda r: False,
     ),

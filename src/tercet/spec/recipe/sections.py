@@ -137,6 +137,9 @@ class SourceSection(Section):
     weight: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="share of the trained sequences, relative to the other sources; default: by size"
     )
+    epochs: Annotated[Number, Field(gt=0)] | None = Field(
+        default=None, description="how often an epoch trains each row of this source, in place of weights; default 1"
+    )
     format: Literal[
         "auto", "jsonl", "json", "csv", "text", "parquet", "arrow", "python",
         "messages", "sharegpt", "alpaca", "prompt", "preference",
@@ -172,6 +175,11 @@ class DataSection(Section):
         Annotated[float, Field(gt=0, lt=1)] | list[SourceSection] | None, BeforeValidator(_validation)
     ] = Field(
         default=None, description="fraction of the documents held out (split by content hash), or sources of their own"
+    )
+    temperature: Annotated[Number, Field(gt=0, le=100)] = Field(
+        default=1.0,
+        description="over sources: each has the share of its sequences to the power of 1/temperature; above 1 favours "
+        "small sources",
     )
     sequence_tokens: Annotated[TokenLength, Field(ge=2, le=2**20)] = 2048
     tokenizer: str = Field(
