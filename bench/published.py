@@ -12,6 +12,7 @@ from typing import Any
 
 from tercet.errors import InputError
 from tercet.planner.calibrate import Row
+from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES
 from tercet.planner.job import NF4_BYTES, Job
 from tercet.spec.adapter import adapted
 from tercet.spec.blocks.gqa import GQA
@@ -59,7 +60,8 @@ def read_row(row: dict[str, Any]) -> Row:
     strategy = str(row.get("strategy", "")).lower()
     if "experts on cpu" in strategy:
         why = "experts computed on the host's CPU: the planner has no model of a CPU's matrix units"
-    return replace(base, model=model, job=job, machine=machine, assumed=tuple(assumed), why=why)
+    memory = _memory(row, machine)
+    return replace(base, model=model, job=job, machine=machine, memory_bytes=memory, assumed=tuple(assumed), why=why)
 
 
 def is_foreign(row: dict[str, Any]) -> bool:
@@ -138,6 +140,10 @@ def machine_for(row: dict[str, Any]) -> Machine:
         peer = True
     if "no nvlink" in words:
         card = replace(card, nvlink=None)
+    size = re.search(r"\b(\d+) ?GB\b", text)
+    if size and int(size[1]) > card.memory_bytes / GIB * 1.05:  # the same chip with more memory
+        share = card.usable_bytes / card.memory_bytes
+        card = replace(card, memory_bytes=int(size[1]) * GIB, usable_bytes=int(int(size[1]) * GIB * share))
     return Machine(ranks=int(row["n_gpus"]), card=card, lanes=lanes, peer_access=peer)
 
 
@@ -162,6 +168,8 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
     outer = _outer_frozen(row, quantized)
     if "paged" in optimizer:
         offload |= {"paged"}  # moments in memory that the driver moves to the host
+    if "optimizer" in offload and _deepspeed(strategy, optimizer):
+        offload |= {"gradients"}  # ZeRO's offload moves each reduced gradient at once
     job = Job(
         ranks=ranks,
         micro_batch=micro,
@@ -180,7 +188,7 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         quantized=quantized,
         recompute=_recompute(str(row.get("activation_checkpointing") or "none").lower()),
         kernels=kernels,
-        loss=_loss(f"{row.get('loss_kernel') or ''} {row.get('compiled') or ''}", kernels),
+        loss=_loss(f"{row.get('loss_kernel') or ''} {row.get('compiled') or ''}", kernels, str(row.get("date") or "")),
         loss_chunks=_loss_chunks(row),
         offload=offload,
         # DeepSpeed reduces after every micro-batch; FSDP's training loops wait for the last (no_sync).
@@ -188,6 +196,7 @@ def job_of(row: dict[str, Any], model: Model) -> tuple[Job, list[str]]:
         step_in_backward="in backward" in optimizer,
         pipeline=_axis(r"\bpp(\d+)|(pipeline)", strategy, ranks) if not robin else 1,
         tensor=_axis(r"\btp-?(\d+)|(tensor.?parallel)", strategy, ranks),
+        deepspeed=_deepspeed(strategy, optimizer),
         windows="windows" in str(row.get("notes") or "").lower(),
         graphs="cuda graphs" in str(row.get("compiled") or "").lower(),
         transport="round-robin" if robin else "copies" if _copies(row, strategy) else "collective",
@@ -228,6 +237,11 @@ def _triangle(row: dict[str, Any], ranks: int, strategy: str, assumed: list[str]
             accumulation = 128 // micro if "round-robin" in strategy else 1
             assumed.append(f"{accumulation} micro-batches per step")
     return int(sequence), int(micro), int(accumulation)
+
+
+def _deepspeed(strategy: str, optimizer: str) -> bool:
+    """Whether DeepSpeed's ZeRO ran it, by its name or by its optimizer on the host."""
+    return "deepspeed" in strategy or ("zero" in strategy and "offload" in strategy and "deepspeed" in optimizer)
 
 
 def _zero(strategy: str) -> int:
@@ -271,8 +285,13 @@ def _kernels(words: str, matmul: str) -> Any:
     return "compiled" if "compile" in words or "true" in words or matmul in ("fp8", "int8") else "eager"
 
 
-def _loss(words: str, kernels: str) -> Any:
+UNSHIFTED_SINCE = "2025"  # transformers 4.45 to 4.48 (autumn 2024) stopped to copy the logits for the shift
+
+
+def _loss(words: str, kernels: str, date: str) -> Any:
     words = words.lower()
+    if kernels == "eager" and not words.replace("false", "").strip() and date >= UNSHIFTED_SINCE:
+        return "unshifted"
     if "full" in words or ("per block" in words and "chunk" not in words and "fused" not in words):
         return "full"  # what is compiled per block leaves the loss as it is written
     if "fused" in words or "liger" in words or kernels == "fused":
@@ -321,6 +340,8 @@ def _bytes(
         state = 4.0
     if method in ADAPTERS:
         return 4, 0, 4, min(state, 8.0)  # adapters are trained in fp32
+    if "deepspeed" in strategy:
+        return 2, 4, 2, state  # ZeRO keeps fp32 masters beside 16-bit weights, and reduces in 16 bits
     if "fp32 master" in notes or "mixed" in precision:
         return 2, 4, 4, state
     if "master" in notes and ("fp8" in precision or "bf16_master" in notes):
@@ -350,8 +371,12 @@ def _outer_frozen(row: dict[str, Any], quantized: bool) -> float:
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-def _memory(row: dict[str, Any]) -> float | None:
+def _memory(row: dict[str, Any], machine: Machine | None = None) -> float | None:
     value = row.get("peak_mem_gb_per_gpu")
+    if row.get("longest_step") and machine is not None and machine.card is not None:
+        # The longest sequence that ran, in such steps: with it the tensors filled what the driver leaves.
+        room = machine.card.usable_bytes - CONTEXT_BYTES - COLLECTIVE_BYTES * (machine.ranks > 1)
+        return room * (row["seq_len"] + row["longest_step"] / 2) / (row["seq_len"] + row["longest_step"])
     if value is None:
         return None
     unit = str(row.get("peak_mem_unit") or "GB")

@@ -39,6 +39,9 @@ def register(app: typer.Typer) -> None:
         method: Annotated[str | None, typer.Option(help="full, lora, qlora or pretrain.")] = None,
         price: Annotated[float | None, typer.Option(help="Price of one card for an hour.", min=0)] = None,
         kwh_price: Annotated[float | None, typer.Option(help="Price of a kWh.", min=0)] = None,
+        margin: Annotated[
+            float, typer.Option(help="Share of each card's memory to leave free, as 0.05.", min=0, max=0.5)
+        ] = 0.0,
         deepspeed_config: Annotated[
             str | None, typer.Option(help="Read a DeepSpeed JSON and say what it means.")
         ] = None,
@@ -65,6 +68,7 @@ def register(app: typer.Typer) -> None:
             "method": method,
             "price": price,
             "kwh_price": kwh_price,
+            "margin": margin,
         }
         given = [*(arguments or []), *([f"train.steps={steps}"] if steps is not None else [])]
         run(given, machine, deepspeed_config, accelerate_config, write, rows, details, as_json)

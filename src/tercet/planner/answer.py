@@ -15,6 +15,7 @@ from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, saves_behind, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
+from tercet.planner.ranges import spread, within
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
 from tercet.planner.ways import WaysOut, shortage, way_for
 from tercet.spec.adapter import with_adapter
@@ -47,13 +48,14 @@ def plan(
     method: str | None = None,
     price: float | None = None,
     kwh_price: float | None = None,
+    margin: float = 0.0,
 ) -> dict[str, Any]:
     """Return what `tercet plan … --json` prints: {"strategies": [...], "refused": [...], …}, best first.
 
     `recipe` is a recipe (file or shipped name) or a model (preset, folder with config.json, hub name). `price` is
-    per card and hour; `kwh_price` per kWh. Raises InputError for unknown names, cards and impossible sizes.
+    per card and hour; `kwh_price` per kWh; `margin` is the share of each card's memory to leave free. Raises InputError for unknown names, cards and impossible sizes.
     """
-    machine = machine_of(gpus, host_ram, links, ranks)
+    machine = machine_of(gpus, host_ram, links, ranks).leaving(margin)
     read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
     answer = answer_for(read, machine, price, kwh_price, ahead=True)
     if gpus is None:
@@ -71,6 +73,8 @@ def plan(
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
         assumed.append(f"every card in a slot of x{machine.card.pcie_lanes or '?'} lanes (--links x16,x8,x4)")
+    if margin:
+        assumed.append(f"{margin:.0%} of each card's memory is left free (--margin)")
     answer["assumed"] = [*machine.notes, *assumed]
     return answer
 
@@ -319,12 +323,26 @@ def entry(
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": None,
         "communication_share": None,
+        "out_of_memory_chance": search.chance(candidate),
+        "ranges": ranges_of(candidate, search),
     }
     if seconds and candidate.rows:
         found["communication_share"] = (candidate.rows["communication"] + candidate.rows["host"]) / seconds
         if machine.card is not None:
             found["mfu"] = model_flops(counts, job) / seconds / (machine.card.flops["bf16"] * strategy.ranks)
         found.update(costs(recipe, machine, candidate, price, kwh_price))
+    return found
+
+
+def ranges_of(candidate: Candidate, search: Search) -> dict[str, list[float]] | None:
+    """Return the ranges that hold four of five measured figures; None on a CPU."""
+    half = spread(candidate.job, search.machine)
+    if half is None:
+        return None
+    found = {"card_bytes": within(candidate.need, half.memory)}
+    if candidate.seconds and candidate.tokens_per_second:
+        found["step_seconds"] = within(candidate.seconds, half.speed)
+        found["tokens_per_second"] = within(candidate.tokens_per_second, half.speed)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tercet.spec.recipe import load_run_recipe
 from tercet.spec.run_folder import open_run
 from tercet.spec.strategy import Strategy, Work
 
+FOLDS = 10
 FEWEST_STEPS = 5  # of a run that is to be timed
 PRIOR_SIGMA = 0.35  # a constant may well be a third off its prior
 ROW_SIGMA = 0.12  # what is left of a good row
@@ -176,11 +177,13 @@ def _errors(rows: Sequence[Prepared], point: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rows: Sequence[Prepared], whole: Constants, prior: Constants | None = None) -> dict[str, Prediction]:
-    """Predict each row with constants fitted on all the others (in-domain figure)."""
+    """Predict each row with constants fitted without it (in-domain figure): a tenth of the rows is left out at a time."""
     found = {}
-    for n, row in enumerate(rows):
-        others = [*rows[:n], *rows[n + 1 :]]
-        found[row.row.id] = row.predict(fit(others, start=whole, prior=prior, rounds=3))
+    for fold in range(min(FOLDS, len(rows))):
+        left_out = rows[fold::FOLDS]
+        others = [p for n, p in enumerate(rows) if n % FOLDS != fold]
+        constants = fit(others, start=whole, prior=prior, rounds=3)
+        found |= {p.row.id: p.predict(constants) for p in left_out}
     return found
 
 
@@ -239,13 +242,22 @@ def corrections(runs: Sequence[Prepared], prior: Constants) -> dict[str, float]:
     return {n: v for n in NAMES if abs((v := getattr(fitted, n)) / getattr(prior, n) - 1) > 1e-3}
 
 
-def write(path: Path, values: Constants, foreign: Constants, about: dict[str, Any]) -> None:
+def leave_out(rows: Sequence[Prepared], whole: Constants, kind: Callable[[Row], str]) -> dict[str, Prediction]:
+    """Predict the rows of each kind (source, card) with constants fitted on the rows of all others."""
+    found = {}
+    for name in sorted({kind(p.row) for p in rows}):
+        constants = fit([p for p in rows if kind(p.row) != name], start=whole, rounds=5)
+        found |= {p.row.id: p.predict(constants) for p in rows if kind(p.row) == name}
+    return found
+
+
+def write(path: Path, values: Constants, foreign: Constants, about: dict[str, Any], ranges: dict[str, Any]) -> None:
     """Write constants.toml: what `plan` reads (`values`), what hand-written systems reach, and what both stand on."""
     lines = ["# Written by `python bench/plan_truth.py --fit`. Meanings: tercet/planner/constants.py.", ""]
     for title, constants in (("values", values), ("foreign", foreign)):
         lines.append(f"[{title}]")
         lines += [f"{n} = {getattr(constants, n):.4g}" for n in NAMES]
         lines.append("")
-    lines.append("[about]")
-    lines += [f"{k} = {json.dumps(v)}" for k, v in about.items()]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for title, figures in (("ranges", ranges), ("about", about)):
+        lines += [f"[{title}]", *(f"{k} = {json.dumps(v)}" for k, v in figures.items()), ""]
+    path.write_text("\n".join(lines), encoding="utf-8")

@@ -6,7 +6,7 @@ bubble. Each holds only what nothing else hides: communication that runs behind 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tercet.planner.constants import Constants
 from tercet.planner.job import Job
@@ -187,7 +187,7 @@ def _loss(counts: Counts, job: Job, speed: Rates, c: Constants) -> float:
     passes = 2.0 if counts.model.frozen else 3.0
     arithmetic = 2.0 * counts.head_parameters * job.tokens * passes / speed.other_matmul
     # Bytes moved per logit: fused keeps to about two passes in fp32, the full chain makes ten.
-    per_logit = {"full": 40, "chunked": 20, "fused": 14}[job.loss] if job.kernels != "fused" else 8
+    per_logit = {"full": 40, "unshifted": 32, "chunked": 20, "fused": 14}[job.loss] if job.kernels != "fused" else 8
     return heads * (arithmetic + per_logit * job.tokens * counts.model.vocabulary / speed.memory)
 
 
@@ -251,7 +251,7 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
         return found + _adapter_traffic(counts, job)
     if job.zero == 0:
         return found + data.traffic(counts, job.gradient_bytes)
-    return found + shard.traffic(
+    sent = shard.traffic(
         counts,
         job.shards,
         job.zero,
@@ -260,6 +260,11 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
         job.weight_bytes,
         job.gradient_bytes,
     )
+    if job.deepspeed and job.zero < 3:
+        # DeepSpeed's stages 1 and 2 reduce buckets that hold several ranks' parts, to all of them
+        # (use_multi_rank_bucket_allreduce, true unless said otherwise: runtime/zero/stage_1_and_2.py).
+        sent = [replace(x, kind="all_reduce") if x.what == "gradients" else x for x in sent]
+    return found + sent
 
 
 def _adapter_traffic(counts: Counts, job: Job) -> list[Collective]:
@@ -290,8 +295,9 @@ def communication_seconds(counts: Counts, job: Job, machine: Machine, c: Constan
         reduced = sent.kind == "all_reduce"
         seconds = sent.payload * (n - 1) / n / machine.measured.get(sent.kind, rate) * (2 if reduced else 1)
         if reduced and sent.can_hide:
-            # Gradients are only complete in the last micro-batch's backward: two thirds of one micro-batch hide them.
-            hideable_share = min(1.0, 0.67 / job.accumulation)
+            # Gradients are only complete in the last micro-batch's backward, or in each: two thirds of it hide them.
+            each = job.reduce_every_micro_batch
+            hideable_share = 0.67 if each else min(1.0, 0.67 / job.accumulation)
             hidden += seconds * hideable_share
             bare += seconds * (1 - hideable_share)
         elif sent.can_hide:

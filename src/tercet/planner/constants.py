@@ -86,6 +86,12 @@ def about() -> dict[str, Any]:
     return _file().get("about", {})
 
 
+@cache
+def ranges() -> dict[str, Any]:
+    """Return the half-widths of ranges (planner/ranges.py) and the cards that have measured rows."""
+    return _file().get("ranges", {})
+
+
 def _file() -> dict[str, Any]:
     path = resources.files("tercet.planner") / "constants.toml"
     if not path.is_file():

@@ -20,7 +20,9 @@ from tercet.spec.strategy import Strategy, Work
 #   compiled  torch.compile per block: elementwise chains fused
 #   fused     hand-written kernels (Triton, Transformer Engine, CUDA)
 Kernels = Literal["eager", "native", "compiled", "fused"]
-Loss = Literal["full", "chunked", "fused"]
+# How the loss treats logits. full: all at once, with a shifted fp32 copy (transformers before 4.45); unshifted: all at
+# once, labels are shifted instead; chunked and fused: a part at a time.
+Loss = Literal["full", "unshifted", "chunked", "fused"]
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
         recompute=strategy.recompute,
         kernels="compiled" if strategy.compile else "native" if ours else "eager",
-        loss="fused" if ours else "full",
+        loss="fused" if ours else "unshifted",
         deepspeed=deepspeed,
         host_shards=host_shards,
         offload=frozenset(offload),

@@ -181,6 +181,10 @@ def _one_layer(counts: Counts, kind: LayerKind, job: Job, on_gpu: bool) -> float
     size, width = job.activation_bytes, counts.model.width
     again = 0.0 if job.recompute == "none" else layer_bytes(counts, kind, job, "none", on_gpu)
     gradients = (2 * width + kind.feedforward.outputs + 2 * kind.feedforward.products) * size
+    if job.kernels == "fused":
+        # Hand-written gates keep no product and write the gradients of gate and up over them (Liger's swiglu.py).
+        again -= kind.feedforward.products * size if again else 0.0
+        gradients = (2 * width + kind.feedforward.products) * size
     norms = 3 * 4 * width  # fp32 copies inside a norm's backward
     return again + max(gradients, norms)
 
@@ -188,8 +192,9 @@ def _one_layer(counts: Counts, kind: LayerKind, job: Job, on_gpu: bool) -> float
 def logit_bytes(counts: Counts, job: Job, constants: Constants) -> float:
     """Return the loss's workspace: logits of one chunk, and the head's weight gradient where it is made."""
     vocabulary, size = counts.model.vocabulary, job.activation_bytes
-    if job.loss == "full":
-        return job.tokens * vocabulary * constants.full_logits_bytes
+    if job.loss in ("full", "unshifted"):
+        copy = 4 if job.loss == "unshifted" else 0
+        return job.tokens * vocabulary * (constants.full_logits_bytes - copy)
     if job.loss == "chunked":  # chunks, or a compiled chain: logits and their gradient in the working format
         return job.tokens * vocabulary * constants.chunked_logits_bytes
     part = min(job.tokens, CHUNK_TOKENS) if job.loss_chunks is None else job.tokens / job.loss_chunks

@@ -13,6 +13,7 @@ from tercet.planner.constants import Constants, about
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import host_rows, moments, phases
 from tercet.planner.legal import refusals
+from tercet.planner.ranges import LIKELY, out_of_memory_chance
 from tercet.spec.counts import Counts
 from tercet.spec.machine import Machine
 from tercet.spec.recipe import StrategySection
@@ -139,6 +140,15 @@ class Search:
     def fits(self, candidate: Candidate) -> bool:
         return self.overflow(candidate) == (0, 0)
 
+    def chance(self, candidate: Candidate) -> float | None:
+        """Return how likely a run of it is to run out of the card's memory; None on a CPU."""
+        return out_of_memory_chance(candidate.need, candidate.job, self.machine, self.constants)
+
+    def tight(self, candidate: Candidate) -> bool:
+        """Whether it fits the host and, without the room that an allocator likes, more likely than not the card."""
+        chance = self.chance(candidate)
+        return not self.overflow(candidate)[1] and chance is not None and chance < LIKELY
+
     def open_for_offload(self, section: StrategySection) -> bool:
         """Whether the section leaves it to the search to move the optimizer to the host."""
         frozen = self.counts.model.frozen  # adapters have no states worth moving
@@ -171,6 +181,8 @@ class Search:
             better = known is None or (found.order() < known.order() if chosen is best else found.need < known.need)
             if better:
                 chosen[found.group] = found
+        if not best:  # nothing fits with room to spare: what is likelier to fit than not is better than a refusal
+            best = {group: c for group, c in too_large.items() if self.tight(c)}
         fits = ranked(_distinct(sorted(best.values(), key=Candidate.order)), near())
         refused = [r for r in illegal.values() if not fits or r.strategy.micro_batch == 1]
         refused += [

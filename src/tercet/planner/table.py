@@ -10,7 +10,8 @@ from tercet.units import show_bytes, show_count, show_seconds
 LEDGER = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 GIB = 2**30
 # Columns of the table of strategies, and which of them go first when the terminal is narrow.
-LEAVE_FIRST = ("disk", "links", "MFU", "micro x accum", "time")
+LEAVE_FIRST = ("disk", "links", "MFU", "micro x accum", "time", "80 % within", "risk")
+WORTH_SAYING = 0.2  # chance of running out of memory that belongs beside the verdict
 
 
 def show(answer: dict[str, Any], rows: int = 6, width: int = 80, details: bool = False) -> str:
@@ -66,7 +67,9 @@ def verdict(answer: dict[str, Any], width: int) -> str:
         lines = [f"DOES NOT FIT: {what}", f"{name}{reason}", *ways_out(answer)]
         return "\n".join(wrapped(line, width) for line in lines if line)
     best = answer["strategies"][0]
-    lines = [f"FITS: {what}", figures(best, answer)]
+    chance = best["out_of_memory_chance"]
+    barely = chance is not None and best["card_bytes"] > (best["usable_bytes"] or 0)
+    lines = [f"FITS{', BARELY' if barely else ''}: {what}", figures(best, answer)]
     if answer.get("untrained"):
         lines.append(f"Predicted only, this version does not train it: {answer['untrained'][0].partition(',')[0]}")
     return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
@@ -93,7 +96,11 @@ def figures(best: dict[str, Any], answer: dict[str, Any]) -> str:
     if machine["host_bytes"]:
         words.append(f"{gib(best['host_bytes'])} of {gib(machine['host_bytes'])} GiB RAM")
     speed = best["tokens_per_second"]
-    words.append(f"{thousands(speed)} tokens/s" if speed else "speed unknown (tercet doctor)")
+    speeds = (best["ranges"] or {}).get("tokens_per_second")
+    about = f" ({short(speeds[0])} to {short(speeds[1])})" if speeds else ""
+    words.append(f"{thousands(speed)} tokens/s{about}" if speed else "speed unknown (tercet doctor)")
+    if (best["out_of_memory_chance"] or 0) >= WORTH_SAYING:
+        words.append(f"{best['out_of_memory_chance']:.0%} chance to run out of memory")
     if "total_seconds" in best:
         length = answer.get("run", {}).get("says") or best["for"].replace("a billion", "1 B")
         words.append(f"{length}: {show_seconds(best['total_seconds'])}")
@@ -134,6 +141,8 @@ def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], wid
         "host": [gib(s["host_bytes"]) for s in strategies],
         "disk": [show_bytes(s["disk_bytes"]) for s in strategies],
         "tokens/s": [thousands(s["tokens_per_second"]) for s in strategies],
+        "80 % within": [span(s) for s in strategies],
+        "risk": [share(s["out_of_memory_chance"]) for s in strategies],
         "MFU": [share(s["mfu"]) for s in strategies],
         "links": [share(s["communication_share"]) for s in strategies],
         "time": [show_seconds(s["total_seconds"]) if "total_seconds" in s else "-" for s in strategies],
@@ -144,6 +153,11 @@ def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], wid
     what = f"; time: {strategies[0]['for']}" if "time" in columns and "for" in strategies[0] else ""
     order = "fastest first; within the plan's error, least host memory"
     return "\n".join([wrapped(f"What fits, {order} (GiB per {rank} and of the host{what}):", width), grid(columns)])
+
+
+def span(strategy: dict[str, Any]) -> str:
+    speeds = (strategy["ranges"] or {}).get("tokens_per_second")
+    return f"{short(speeds[0])}-{short(speeds[1])}" if speeds else "-"
 
 
 def memory_table(strategies: list[dict[str, Any]], width: int) -> str:
@@ -183,6 +197,11 @@ def thousands(value: float | None) -> str:
     return f"{value:,.0f}".replace(",", " ") if value else "unknown"
 
 
+def short(value: float) -> str:
+    """Return a figure as its range shows it: two figures, for it has no more."""
+    return thousands(float(f"{value:.2g}"))
+
+
 def share(value: float | None) -> str:
     return f"{value:.0%}" if value is not None else "-"
 
@@ -205,7 +224,9 @@ def step_lines(best: dict[str, Any], answer: dict[str, Any], width: int) -> str:
     if bars.get("tokens_per_second_90_percent") and best["tokens_per_second"] and answer["machine"]["card"]:
         lines.append(
             f"Nine of ten predictions were within {bars['tokens_per_second_90_percent']:.0%} (speed) and "
-            f"{bars['memory_90_percent']:.0%} (memory) of {bars['runs']} published runs, cross-validated"
+            f"{bars['memory_90_percent']:.0%} (memory) of {bars['runs']} published runs, cross-validated. Ranges hold "
+            "four of five runs of projects that no constant was fitted to, as this engine on cards still is; risk: of "
+            "running out of the card's memory"
         )
     return "\n".join(wrapped(line, width) for line in lines)
 

@@ -224,6 +224,12 @@ class Machine:
         lanes = self.lanes or (self.card.pcie_lanes,) * self.ranks
         return tuple(link_bytes_per_s(self.card.pcie_generation, n) for n in lanes)
 
+    def leaving(self, share: float) -> Machine:
+        """Return the machine with that share of each card's usable memory left free."""
+        if self.card is None or not share:
+            return self
+        return replace(self, card=replace(self.card, usable_bytes=int(self.card.usable_bytes * (1 - share))))
+
     def with_ranks(self, ranks: int) -> Machine:
         return replace(self, ranks=ranks, lanes=self.lanes[:ranks] if self.lanes else None)
 
