@@ -128,7 +128,7 @@ def test_it_times_this_run(tmp_path, monkeypatch):
     def said(*more: str) -> str:
         done = CliRunner().invoke(app, ["plan", "mine.yaml", "--gpus", "3x4090", *more])
         assert done.exit_code == 0, done.output
-        return done.output.splitlines()[1]
+        return " ".join(done.output.partition("\n\n")[0].split())
 
     assert ", 40 steps: " in said("--steps", "40")
     estimated = int(re.search(r"2 epochs, about (\d+) steps", said())[1])
