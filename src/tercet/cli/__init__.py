@@ -92,6 +92,11 @@ def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
     )
 
 
+def say_aside(text: str) -> None:
+    """Print what is said beside the result, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def show_error(error: TercetError) -> None:
     """Print an error; a console that is gone does not change the exit code."""
     kind = "" if isinstance(error, InterruptedRun) else "error: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,15 +33,19 @@ def register(app: typer.Typer) -> None:
         top_k: Annotated[int | None, typer.Option(help="Default: the model's own, else all.", min=0)] = None,
         seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
         device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+        quantize: Annotated[
+            Literal["int8", "int4"] | None, typer.Option(help="Hold the weights in fewer bits; says what that changes.")
+        ] = None,
     ) -> None:
         """Talk to a trained model. A model without a chat template continues what you type.
 
         Example: tercet chat runs/first-light-1 --system "You answer briefly."
         """
+        from tercet.cli import say_aside
         from tercet.inference.chat import Chat
         from tercet.inference.served import open_served
 
-        served = open_served(folder, device=device)
+        served = open_served(folder, None, device, quantize, say_aside)
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         talk = Chat(served, system, tokens, {k: v for k, v in given.items() if v is not None})
         way = "Type and press Enter; /help for commands, Ctrl-D to leave."

@@ -107,6 +107,7 @@ def _prepare(models: list[str], data: list[str] | None, sequence: int | None) ->
     run = _run_among(models)
     if data is None:
         return [_validation(model, run) for model in models]
+    from tercet.cli import say_aside
     from tercet.data.prepare import prepare
     from tercet.spec.families import describe
     from tercet.spec.recipe import DataSection, ModelSection
@@ -122,7 +123,7 @@ def _prepare(models: list[str], data: list[str] | None, sequence: int | None) ->
         section = DataSection.model_validate({"train": data, "sequence_tokens": sequence, "long_rows": "split"})
         with _bar("prepare", None) as progress:
             made = prepare(
-                section, vocabulary=spec.vocabulary, model_tokenizer=place, seed=0, say=_say, progress=progress
+                section, vocabulary=spec.vocabulary, model_tokenizer=place, seed=0, say=say_aside, progress=progress
             )
         found.append((made.train.sources, made.pad_id))
     return found
@@ -132,6 +133,7 @@ def _validation(model: str, run: str | None) -> tuple[tuple[Rows, ...], int]:
     """Return the validation rows of `run` in the tokens of `model`: for the run itself those that it was trained beside."""
     from pathlib import Path
 
+    from tercet.cli import say_aside
     from tercet.data.kept import read_kept
     from tercet.data.prepare import prepare
     from tercet.errors import InputError
@@ -155,7 +157,7 @@ def _validation(model: str, run: str | None) -> tuple[tuple[Rows, ...], int]:
                 vocabulary=describe(ModelSection(path=str(place))).vocabulary,
                 model_tokenizer=tokenizer_place(recipe.model.path) if own else place,
                 seed=recipe.train.seed,
-                say=_say,
+                say=say_aside,
                 progress=progress,
                 kept=read_kept(Path(run).expanduser(), False) if own else None,
             )
@@ -176,12 +178,6 @@ def _recipe(run: str) -> Any:
     from tercet.spec.run_folder import open_run
 
     return load_run_recipe(open_run(run).recipe)
-
-
-def _say(text: str) -> None:
-    import sys
-
-    print(text, file=sys.stderr, flush=True)
 
 
 def _bar(what: str, count: int | None) -> Any:

@@ -15,7 +15,10 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a model folder.")],
         output: Annotated[str, typer.Option(help="What to write: a folder, or for gguf a file.")],
         format: Annotated[
-            Literal["hf", "gguf"], typer.Option(help="hf: safetensors for transformers, vLLM; gguf: llama.cpp.")
+            Literal["hf", "gguf", "ollama"],
+            typer.Option(
+                help="hf: safetensors for transformers, vLLM; gguf: llama.cpp; ollama: a folder for ollama create."
+            ),
         ] = "hf",
         dtype: Annotated[
             Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: hf as trained, gguf fp16.")
@@ -30,7 +33,7 @@ def register(app: typer.Typer) -> None:
         import sys
         from pathlib import Path
 
-        from tercet.inference.export import export_gguf, export_hf
+        from tercet.inference.export import export_gguf, export_hf, export_ollama
 
         said: list[str] = []
 
@@ -41,6 +44,8 @@ def register(app: typer.Typer) -> None:
         target = Path(output).expanduser()
         if format == "hf":
             written = export_hf(folder, target, dtype, parse_bytes(shard), say)
+        elif format == "ollama":
+            written = export_ollama(folder, target, dtype, say)
         else:
             written = export_gguf(folder, target, dtype, say)
         if as_json:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tercet.errors import InputError
+
+if TYPE_CHECKING:
+    from tercet.inference.sampling import Sampling
+    from tercet.inference.served import Served
 
 
 def register(app: typer.Typer) -> None:
@@ -35,23 +39,28 @@ def register(app: typer.Typer) -> None:
         stop: Annotated[list[str] | None, typer.Option(help="End in front of this text; may be repeated.")] = None,
         seed: Annotated[int, typer.Option(help="Of the choice at temperature above 0.")] = 0,
         device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+        quantize: Annotated[
+            Literal["int8", "int4"] | None, typer.Option(help="Hold the weights in fewer bits; says what that changes.")
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, one object a prompt.")] = False,
     ) -> None:
         """Continue PROMPT, or every prompt of a file, with a trained model.
 
         Example: tercet generate runs/first-light-1 "The for statement" --temperature 0.8
         """
+        from tercet.cli import say_aside
         from tercet.inference.sampling import Sampling
+        from tercet.inference.served import open_served
 
         prompts = read_prompts(prompt, file)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        served = open_served(folder, None, device, quantize, say_aside)
         if len(prompts) == 1 and not as_json:
-            _show(folder, device, prompts[0], tokens, sampling, stop or [])
+            _show(served, prompts[0], tokens, sampling, stop or [])
             return
         from tercet.inference.generate import answers
-        from tercet.inference.served import open_served
 
-        for answer in answers(open_served(folder, device=device), prompts, tokens, sampling, stop or [], batch):
+        for answer in answers(served, prompts, tokens, sampling, stop or [], batch):
             if as_json:
                 import orjson
 
@@ -60,13 +69,11 @@ def register(app: typer.Typer) -> None:
                 typer.echo(answer.prompt + answer.text)
 
 
-def _show(folder: str, device: str, prompt: str, tokens: int, sampling, stops: list[str]) -> None:
+def _show(served: Served, prompt: str, tokens: int, sampling: Sampling, stops: list[str]) -> None:
     """Print the prompt and its continuation as it comes."""
     from tercet.inference.batch import Batch
     from tercet.inference.generate import stream
-    from tercet.inference.served import open_served
 
-    served = open_served(folder, device=device)
     batch = Batch(served.model, 1, vocabulary=served.vocabulary)
     pieces = stream(served, batch, served.prompt_ids(prompt), tokens, sampling, stops)
     first = next(pieces, "")  # an error comes before anything is printed

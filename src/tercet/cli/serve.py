@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,9 @@ def register(app: typer.Typer) -> None:
             int | None, typer.Option(help="Tokens of a prompt and its answer; default: the model's.", min=2)
         ] = None,
         device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+        quantize: Annotated[
+            Literal["int8", "int4"] | None, typer.Option(help="Hold the weights in fewer bits; says what that changes.")
+        ] = None,
     ) -> None:
         """Serve a model to any program that speaks OpenAI's protocol, and a page to chat at /.
 
@@ -35,6 +38,7 @@ def register(app: typer.Typer) -> None:
 
         import uvicorn
 
+        from tercet.cli import say_aside
         from tercet.inference.engine import Engine
         from tercet.inference.serve import LOOPBACK, Server
         from tercet.inference.served import open_served
@@ -51,7 +55,7 @@ def register(app: typer.Typer) -> None:
             door.bind((host, port))
         except (OSError, OverflowError) as error:
             raise InputError(f"{host}:{port} cannot be listened at: {error}", "Choose another --port.") from None
-        served = open_served(folder, device=device)
+        served = open_served(folder, None, device, quantize, say_aside)
         with Engine(served, rows, queue, context) as engine:
             server = Server(engine, api_key, LOOPBACK if here else None)
             typer.echo(f"{served.name} at http://{host}:{door.getsockname()[1]} (Ctrl-C ends)")

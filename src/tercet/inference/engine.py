@@ -90,14 +90,20 @@ class Engine:
             self._change.notify()
         self._thread.join()
 
+    def takes(self, count: int) -> bool:
+        """Return whether so many answers more may wait; those that may not are counted as refused."""
+        with self._change:
+            takes = sum(not other.left for other in self._waiting) + count <= self.most_waiting
+            self.counts["refused"] += 0 if takes else 1
+            return takes
+
     async def answer(
         self, ids: Sequence[int], limit: int, sampling: Sampling, stops: Sequence[str] = (), best: int = -1
     ) -> AsyncIterator[Piece]:
         """Yield an answer's pieces; the last one has `finish`. Leaving early frees its row. Raises QueueFull."""
         asked = Asked(tuple(ids), limit, sampling, tuple(stops), best, asyncio.get_running_loop())
         with self._change:
-            if sum(not other.left for other in self._waiting) >= self.most_waiting:
-                self.counts["refused"] += 1
+            if not self.takes(1):
                 raise QueueFull
             self.counts["requests"] += 1
             self._waiting.append(asked)
@@ -154,12 +160,13 @@ class Engine:
         """Send what a step brought; let the text go when it ended or nobody listens."""
         text, shown = asked.running, asked.shown
         assert text is not None and shown is not None
-        if asked.left:
+        left = asked.left  # once: it may change meanwhile
+        if left:
             self.counts["cancelled"] += 1
         elif got and not text.ended:
             self.counts["tokens"] += 1
             asked.send(self._piece(asked, text, shown.push(text.new[-1])))
-        if asked.left or text.done or shown.stopped:
+        if left or text.done or shown.stopped:
             asked.send(Piece(shown.finish(), finish="stop" if text.ended or shown.stopped else "length"))
             self._batch.remove(text)
             self._going.remove(asked)

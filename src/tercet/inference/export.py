@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from torch import Tensor
 
-from tercet.data.template import find_template
-from tercet.data.tokenizer import load
+from tercet.data.template import Messages, find_template, render, special_tokens
+from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError, TercetError
+from tercet.inference.ollama import find_wrapping, modelfile
+from tercet.inference.served import generation_settings
 from tercet.spec.families import describe
 from tercet.spec.families.gguf import reader
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
+from tercet.spec.run_folder import RunFolder, read_json
 from tercet.units import show_bytes
 from tercet.weights.gguf_writing import CUTS, check_writable, write_gguf
 from tercet.weights.reading import DTYPES, load_model, model_place, open_weights, stored_dtype
@@ -33,14 +36,16 @@ TEXTS = (
     "12345 67,890.12 3e-4",
     "def f(x):\n    return x",
 )
+GGUF_NAME = "model.gguf"
 TOKENS_COMPARED, COMPARED_PARAMETERS = 32, 500_000_000
 
 
 def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, say: Say) -> Path:
     """Write a Hugging Face folder, at most one shard in memory. Raises TercetError when what is read back differs."""
+    unfinished = _Unfinished(output)
     place, spec, stored = _open(source)
     kind = DTYPES[dtype] if dtype else stored_dtype(place, None)
-    with _Unfinished(output) as folder:
+    with unfinished as folder:
         save_folder(
             folder,
             spec,
@@ -52,7 +57,7 @@ def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, sa
         )
         if not place.is_dir():
             load(place).save(folder)
-        (folder / "README.md").write_text(_card(source, spec, str(kind).removeprefix("torch.")), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, spec, kind), encoding="utf-8")
         again = open_weights(folder, describe(ModelSection(path=str(folder))))
         _compare_tensors(stored, again, kind, say)
         _compare_ids(load(place).backend, load(folder).backend)
@@ -61,6 +66,7 @@ def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, sa
 
 def export_gguf(source: str, output: Path, dtype: str | None, say: Say) -> Path:
     """Write a GGUF file with tokenizer, template and special ids. Raises InputError for what the format cannot hold."""
+    unfinished = _Unfinished(output)
     place, spec, stored = _open(source)
     dtype = dtype or "fp16"
     tokenizer = load(place)
@@ -68,7 +74,7 @@ def export_gguf(source: str, output: Path, dtype: str | None, say: Say) -> Path:
     spec = spec.without_mtp()
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     name = Path(source).name
-    with _Unfinished(output) as file:
+    with unfinished as file:
         write_gguf(file, spec, stored, dtype, tokenizer.backend, ids, find_template(place), name)
         again_spec = describe(ModelSection(path=str(file)))
         if again_spec.tensors() != spec.tensors() or again_spec.rope.kind != spec.rope.kind:
@@ -81,6 +87,37 @@ def export_gguf(source: str, output: Path, dtype: str | None, say: Say) -> Path:
         if spec.parameters <= COMPARED_PARAMETERS:
             _compare_logits(place, file, DTYPES[dtype], say)
     return output
+
+
+def export_ollama(source: str, output: Path, dtype: str | None, say: Say) -> Path:
+    """Write a folder for `ollama create`: Modelfile, GGUF file, model card. Raises InputError for a chat template that
+    has no equal in a Modelfile."""
+    unfinished = _Unfinished(output)
+    place, spec, _ = _open(source)
+    tokenizer, template = load(place), find_template(place)
+    wrapping = None if template is None else find_wrapping(_plain(template, tokenizer))
+    if wrapping is None:
+        say("no chat template: the Modelfile makes a model that continues texts")
+    spell = tokenizer.backend.id_to_token
+    settings, ends = generation_settings(place, tokenizer.eos_id)
+    text = modelfile(wrapping, [stop for i in ends if (stop := spell(i))], settings, spec.context_tokens, GGUF_NAME)
+    with unfinished as folder:
+        folder.mkdir()
+        export_gguf(source, folder / GGUF_NAME, dtype, say)
+        (folder / "Modelfile").write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, spec, DTYPES[dtype or "fp16"]), encoding="utf-8")
+    return output
+
+
+def _plain(template: str, tokenizer: Tokenizer) -> Callable[[Messages, bool], str]:
+    """Return what renders a template without the begin token: the runtime puts that in front, as the GGUF file says."""
+    special = special_tokens(tokenizer)
+
+    def rendered(messages: Messages, answer: bool) -> str:
+        text = render(template, messages, special, opening=answer)
+        return text if tokenizer.bos_id is None else text.removeprefix(special["bos_token"])
+
+    return rendered
 
 
 def _open(source: str) -> tuple[Path, Model, Stored]:
@@ -182,20 +219,36 @@ def rebuilt_tokenizer(file: Path) -> tokenizers.Tokenizer:
     return made
 
 
-def _card(source: str, spec: Model, dtype: str) -> str:
+def _card(source: str, spec: Model, dtype: torch.dtype) -> str:
     """Return a model card: what it is, and where a run folder is known, its data, recipe and measured figures."""
-    run = Path(source).expanduser()
+    run = RunFolder(Path(source).expanduser())
+    word = str(dtype).removeprefix("torch.")
     lines = [
-        f"# {run.name}",
+        f"# {run.path.name}",
         "",
         f"A {spec.family} model of {spec.parameters:,} parameters, {spec.context_tokens} tokens "
-        f"of context, {dtype} ({show_bytes(spec.parameters * torch.empty(0, dtype=getattr(torch, dtype)).itemsize)}).",
+        f"of context, {word} ({show_bytes(spec.parameters * dtype.itemsize)}). Trained with Tercet.",
         "",
     ]
-    if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    if run.data.is_file():
+        lines += _data_section(read_json(run.data))
+    if (summary := run.read_summary()) is not None:
         keys = ("steps", "tokens", "train_loss", "validation_loss", "tokens_per_second", "ranks", "device")
-        lines += ["## Measured", "", "| | |", "|---|---|", *(f"| {k} | {summary.get(k)} |" for k in keys), ""]
-    if (run / "recipe.yaml").is_file():
-        lines += ["## Recipe", "", "```yaml", (run / "recipe.yaml").read_text(encoding="utf-8").rstrip(), "```", ""]
+        figures = [(k, summary.get(k)) for k in keys]
+        lines += ["## Measured", "", "| | |", "|---|---|"]
+        lines += [
+            f"| {k.replace('_', ' ')} | {v:.6g} |" if isinstance(v, float) else f"| {k} | {v} |" for k, v in figures
+        ]
+        lines.append("")
+    if run.recipe.is_file():
+        lines += ["## Recipe", "", "```yaml", run.recipe.read_text(encoding="utf-8").rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def _data_section(report: dict[str, Any]) -> list[str]:
+    """Return the table of what was trained on: the sources' names and sizes, not their texts."""
+    lines = ["## Data", "", "| source | bytes | tokens | sequences |", "|---|---|---|---|"]
+    for source in report.get("sources") or ():
+        name = Path(str(source.get("path"))).name
+        lines.append(f"| {name} | {source.get('bytes')} | {source.get('tokens')} | {source.get('sequences')} |")
+    return [*lines, ""]

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from tercet.errors import InputError
 from tercet.inference.engine import Engine, Piece, QueueFull
+from tercet.inference.openapi import description
 from tercet.inference.protocol import ChatRequest, CompletionRequest, Refused, Request, read_request
 
 MOST_BODY_BYTES = 4 * 2**20
@@ -34,8 +35,9 @@ class Server:
         self.engine, self.served, self._key, self._hosts = engine, engine.served, key, hosts
         self._since = int(time.time())
         routes = [
-            Route("/", self._page),
-            Route("/health", self._health),
+            Route("/", self._guarded(self._page, key=False)),
+            Route("/health", self._guarded(self._health, key=False)),
+            Route("/openapi.json", self._guarded(self._description, key=False)),
             Route("/metrics", self._guarded(self._metrics)),
             Route("/v1/models", self._guarded(self._models)),
             Route("/v1/models/{name:path}", self._guarded(self._model)),
@@ -44,10 +46,12 @@ class Server:
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _failed})
 
-    def _guarded(self, answer: Any) -> Any:
+    def _guarded(self, answer: Any, key: bool = True) -> Any:
+        """Return the answer behind the checks; `key`: whether a key is needed where one is set."""
+
         async def guarded(request: HttpRequest) -> Response:
             try:
-                self._check(request)
+                self._check(request, key)
                 return await answer(request)
             except Refused as refused:
                 return JSONResponse(refused.body(), refused.status)
@@ -62,7 +66,7 @@ class Server:
 
         return guarded
 
-    def _check(self, request: HttpRequest) -> None:
+    def _check(self, request: HttpRequest, key: bool) -> None:
         """Refuse pages of other sites (also behind a name that was turned to this machine), and a wrong key."""
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname
         origin = request.headers.get("origin")
@@ -70,7 +74,7 @@ class Server:
             raise Refused(403, f"this server does not answer to the name {host!r}", "foreign_host")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
             raise Refused(403, f"pages of {origin} may not use this server", "foreign_origin")
-        if self._key is not None:
+        if key and self._key is not None:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._key.encode()):
                 raise Refused(401, "a right API key is needed: Authorization: Bearer …", "invalid_api_key")
@@ -84,6 +88,9 @@ class Server:
         alive = self.engine.alive
         status = "ok" if alive else "the engine has ended"
         return JSONResponse({"status": status, **self.engine.state}, status_code=200 if alive else 503)
+
+    async def _description(self, request: HttpRequest) -> Response:
+        return JSONResponse(description())
 
     async def _metrics(self, request: HttpRequest) -> Response:
         lines = [f"tercet_{name} {value}" for name, value in self.engine.metrics().items()]
@@ -117,13 +124,25 @@ class Server:
 
     async def _chat(self, request: HttpRequest) -> Response:
         asked = await self._read(request, ChatRequest)
+        self._take(asked.n)
         ids = await asyncio.to_thread(self.served.chat_ids, [m.for_template() for m in asked.messages], asked.tools)
         return await self._answer(request, asked, [ids], chat=True)
 
     async def _complete(self, request: HttpRequest) -> Response:
         asked = await self._read(request, CompletionRequest)
         prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        return await self._answer(request, asked, [self.served.prompt_ids(p) for p in prompts], chat=False)
+        self._take(len(prompts) * asked.n)
+        ids = await asyncio.to_thread(lambda: [self.served.prompt_ids(p) for p in prompts])
+        return await self._answer(request, asked, ids, chat=False)
+
+    def _take(self, count: int) -> None:
+        """Refuse more answers than may ever wait (400) or may wait now (429), before anything is computed for them."""
+        most = self.engine.most_waiting
+        if count > max(most, 1):
+            words = f"the request asks for {count} answers (prompts times n); this server takes {most} at once"
+            raise Refused(400, words, "too_many_answers", "n")
+        if not self.engine.takes(count):
+            raise QueueFull
 
     async def _answer(self, request: HttpRequest, asked: Any, prompts: list[list[int]], chat: bool) -> Response:
         for ids in prompts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Any
 
 import tokenizers
 
-from tercet.data.template import Messages, find_template, render
+from tercet.data.template import Messages, find_template, render, special_tokens
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError
-from tercet.inference.device import on_device
+from tercet.inference.device import choose_device, on_device
+from tercet.inference.quantize import quantize
 from tercet.spec.families import read_config, read_json_object
 from tercet.weights.reading import load_model, model_place
 
@@ -52,14 +53,7 @@ class Served:
                 f"{self.name} has no chat template: it was trained to continue text, not to chat",
                 "Continue a text: tercet generate, or /v1/completions.",
             )
-        backend = self.tokenizer.backend
-        named = {
-            "bos_token": self.tokenizer.bos_id,
-            "eos_token": self.tokenizer.eos_id,
-            "pad_token": self.tokenizer.pad_id,
-        }
-        special = {name: backend.id_to_token(i) for name, i in named.items() if i is not None}
-        text = render(self.template, messages, special, tools)
+        text = render(self.template, messages, special_tokens(self.tokenizer), tools)
         ids = self._chat_backend.encode(text, add_special_tokens=False).ids
         before = self.tokenizer.before.tolist()
         return ids if ids[: len(before)] == before else [*before, *ids]
@@ -76,27 +70,45 @@ class Served:
         return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
 
 
-def open_served(name: str | Path, dtype: str | None = None, device: str = "auto") -> Served:
-    """Load what `name` means onto a device (auto: a card where there is one). Raises InputError when it holds no model
-    or no tokenizer, or the device has no room for it."""
+def open_served(
+    name: str | Path,
+    dtype: str | None = None,
+    device: str = "auto",
+    quantized: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Served:
+    """Load what `name` means onto a device (auto: a card where there is one), its matrices as int8 or int4 if asked.
+
+    Raises InputError when it holds no model or no tokenizer, or the device has no room for it.
+    """
+    choose_device(device)
     path = Path(name).expanduser()
     if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
         raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
     place = model_place(name)
     tokenizer = load(place)
-    settings = place / "generation_config.json"
-    suggested = read_json_object(settings) if settings.is_file() else {}
-    stop = [tokenizer.eos_id]
-    for source in (read_config(place), suggested):
-        ends = source.get("eos_token_id")
-        stop += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    model = on_device(load_model(place, dtype), device)
+    suggested, stop = generation_settings(place, tokenizer.eos_id)
+    model = load_model(place, dtype or ("bf16" if quantized else None))
+    if quantized:  # before it moves: a card need not hold it whole
+        say(str(quantize(model, quantized, min(tokenizer.size, model.spec.vocabulary))))
+    model = on_device(model, device)
     return Served(
         path.resolve().name if path.exists() else str(name),
         place,
         model,
         tokenizer,
         find_template(place),
-        tuple(dict.fromkeys(stop)),
+        stop,
         suggested,
     )
+
+
+def generation_settings(place: Path, eos_id: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return (what came with the model in generation_config.json, the ids that end a text)."""
+    file = place / "generation_config.json"
+    suggested = read_json_object(file) if file.is_file() else {}
+    stop = [eos_id]
+    for source in (read_config(place), suggested):
+        ends = source.get("eos_token_id")
+        stop += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return suggested, tuple(dict.fromkeys(stop))
