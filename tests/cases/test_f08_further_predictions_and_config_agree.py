@@ -42,10 +42,10 @@ def test_carried_unchanged(folder, tmp_path_factory):
     assert json.loads((again / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def train_and_export(world, folder: str, depth: int, weight: float, out: str):
+def train_and_export(world, word: str, folder: str, depth: int, weight: float, out: str):
     """Two steps from the folder's weights, then the export of a run: through rank 0, gathered from all."""
     spec = describe(ModelSection(path=folder, mtp_depth=depth))
-    strategy = tiny_strategy("zero3", world.size, 4)
+    strategy = tiny_strategy(word, world.size, 4)
     engine = NativeEngine(
         EngineSetup(spec, strategy, OptimSection(eps=1e-3), "fp32", world, seed=7, weights=stored_weights(folder, spec))
     )
@@ -58,11 +58,13 @@ def train_and_export(world, folder: str, depth: int, weight: float, out: str):
     world.meet()
 
 
-@pytest.mark.parametrize(("depth", "weight"), [(1, 0.3), (1, 0.0), (0, 0.0)])
-def test_a_run_trains_carries_or_removes(pools, folder, tmp_path_factory, depth, weight):
+@pytest.mark.parametrize(
+    ("word", "depth", "weight"), [("zero3", 1, 0.3), ("ddp", 1, 0.0), ("zero3", 1, 0.0), ("zero3", 0, 0.0)]
+)
+def test_a_run_trains_carries_or_removes(pools, folder, tmp_path_factory, word, depth, weight):
     """With a weight of 0 they are carried through a run bit for bit; switched off, keys and config say so."""
     out = tmp_path_factory.mktemp("out")
-    pools[2].run(train_and_export, str(folder), depth, weight, str(out))
+    pools[2].run(train_and_export, word, str(folder), depth, weight, str(out))
     before, after = (load_file(f / "model.safetensors") for f in (folder, out))
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == depth
     own = {n for n in before if n.startswith("model.layers.2.") and ".embed_tokens." not in n and ".head." not in n}
