@@ -102,7 +102,9 @@ def test_tensorboard_that_cannot_write(cli, place):
     ("phase", "owner", "name"),
     [
         ("evaluation", "import tercet.engine.native as m; owner = m.NativeEngine", "evaluate"),
-        pytest.param("export", "import tercet.weights.writing as m; owner = m", "save_tensors", marks=pytest.mark.slow),
+        pytest.param(
+            "export", "import tercet.engine.native as m; owner = m.NativeEngine", "weights", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_signal_after_the_last_step_leaves_the_rest_to_the_next_session(cli, finished, phase, owner, name):
