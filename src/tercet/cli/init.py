@@ -43,6 +43,10 @@ def run(texts: list[str], model: str | None, output: str, as_json: bool) -> None
     if not texts:
         raise InputError("init needs texts to train on", "For example: tercet init texts/*.jsonl")
     sources = [find(SourceSection(path=text), f"TEXT {n}") for n, text in enumerate(texts, 1)]
+    if not sum(s.bytes for s in sources):
+        raise InputError(
+            f"there is nothing to train on: {', '.join(texts)} holds 0 bytes", "Give files that hold texts."
+        )
     machine = this_machine()
     chosen = model or ("smollm2-135m" if machine.card else "first-light")
     content = recipe_text(chosen, texts, _shape(chosen, bool(machine.card)), machine.describe())

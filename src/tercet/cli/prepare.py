@@ -54,22 +54,27 @@ def run(
 ) -> None:
     from tercet.data.figures import lines
     from tercet.data.prepare import prepare
+    from tercet.errors import InputError
     from tercet.spec.families import describe
     from tercet.spec.families.where import tokenizer_place
+    from tercet.spec.recipe import with_place
 
     resolved = _recipe(name, overrides, model)
     # A file read by a tokenizer alone has no model to fit.
     alone = model is None and resolved.name == "data alone" and resolved.data.tokenizer != "train"
     vocabulary = None if alone else describe(resolved.model).vocabulary
-    with _bar() as progress:
-        prepared = prepare(
-            resolved.data,
-            vocabulary=vocabulary,
-            model_tokenizer=tokenizer_place(resolved.model.path),
-            seed=resolved.train.seed,
-            say=_say,
-            progress=progress,
-        )
+    try:
+        with _bar() as progress:
+            prepared = prepare(
+                resolved.data,
+                vocabulary=vocabulary,
+                model_tokenizer=tokenizer_place(resolved.model.path),
+                seed=resolved.train.seed,
+                say=_say,
+                progress=progress,
+            )
+    except InputError as error:
+        raise with_place(error, name, overrides) from None
     samples = _samples(prepared, max(show, 3 if page else 0), ids)
     if page:
         _write_page(Path(page).expanduser(), name, prepared, samples)

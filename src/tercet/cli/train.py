@@ -58,7 +58,7 @@ def run(
     print_recipe: bool,
     as_json: bool,
 ) -> None:
-    from tercet.spec.recipe import load_recipe, load_run_recipe
+    from tercet.spec.recipe import load_recipe, load_run_recipe, with_place
 
     require_unix()  # before what only Unix has is imported
     from tercet.training.console import ConsoleFile
@@ -80,6 +80,8 @@ def run(
     console = ConsoleFile(2, getattr(sys.stderr, "encoding", None))
     try:
         folder = run_session(asked, console.say)
+    except InputError as error:
+        raise with_place(error, recipe, arguments) if recipe else error from None
     finally:
         console.drain()
     _show_end(str(folder), as_json)
@@ -87,6 +89,7 @@ def run(
 
 def _run_launched(asked: Asked, as_json: bool) -> NoReturn:
     from tercet.cli import show_error
+    from tercet.spec.recipe import with_place
     from tercet.training.launched import run_launched
 
     try:
@@ -95,6 +98,8 @@ def _run_launched(asked: Asked, as_json: bool) -> NoReturn:
         if ended.run is not None:
             _show_end(str(ended.run), as_json)
     except TercetError as error:
+        if isinstance(error, InputError) and asked.recipe:
+            error = with_place(error, asked.recipe, asked.overrides)
         show_error(error)
         code = error.exit_code
     with contextlib.suppress(OSError):

@@ -232,7 +232,7 @@ def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> No
     own = findings["train"]
     if own.kept == 0:
         why = f"{own.rows} rows read, dropped: {counted(own.dropped)}" if own.rows else "the files hold no rows"
-        raise InputError(f"data.train: no row is left to train on ({why})")
+        raise InputError(f"data.train: no row is left to train on ({why})", "Give files that hold texts.")
 
 
 def counted(reasons: Counter[str]) -> str:

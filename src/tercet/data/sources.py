@@ -141,7 +141,9 @@ def _paths(text: str, key: str) -> folders.Found:
         found = folders.matches(path)
         if found.taken:
             return found
-        raise InputError(f"{key}: nothing matches {text!r}")
+        raise InputError(
+            f"{key}: nothing matches {text!r}", f"Paths are taken from the working directory, {Path.cwd()}."
+        )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
 

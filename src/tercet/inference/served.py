@@ -83,6 +83,10 @@ def open_served(
     """
     choose_device(device)
     path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise InputError(
+            f"{path} is a recipe, not a trained model", f"Train it: tercet train {path}; then give the run folder."
+        )
     if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
         raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
     place = model_place(name)

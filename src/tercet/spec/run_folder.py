@@ -114,7 +114,14 @@ class RunFolder:
         return rows, damaged
 
     def read_summary(self) -> dict[str, Any] | None:
-        return read_json(self.summary) if self.summary.exists() else None
+        """Return summary.json's content, None without one. Raises InputError, with the way out, when it is damaged."""
+        if not self.summary.exists():
+            return None
+        try:
+            return read_json(self.summary)
+        except InputError as error:
+            hint = f"Remove it; tercet train --resume {self.path} then goes on from the newest checkpoint and writes it anew."
+            raise InputError(error.message, error.hint or hint) from None
 
     def read_plan(self) -> dict[str, Any] | None:
         return read_json(self.plan) if self.plan.exists() else None

@@ -138,7 +138,9 @@ def _why(run: RunFolder, pids: Sequence[int | None]) -> tuple[TercetError, int]:
         _ask_for_stack(pids[rank])
     if absent:
         time.sleep(0.5)  # for its answer to reach its log
-    return first_error(run, [int(rank in told) for rank in range(len(pids))], None, absent), min(told)
+    # A rank whose disk is full may leave no report at all; rank 0 tells then.
+    codes = [int(rank in told or not told) for rank in range(len(pids))]
+    return first_error(run, codes, None, absent), min(told, default=0)
 
 
 def _ask_for_stack(pid: int | None) -> None:

@@ -16,7 +16,7 @@ from tercet.spec.axes.split import either
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
-from tercet.spec.recipe import Recipe
+from tercet.spec.recipe import ModelSection, Recipe
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, why_not
 from tercet.weights.hub import ensure_here
 
@@ -86,12 +86,27 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     if strategy.engine == "deepspeed":
         require_deepspeed()
     say(f"weights: {recipe.model.start}")
+    if left_out := without_further_predictions(recipe.model):
+        say(left_out)
     if plan["machine"]["kind"] == "gpu":
         require_torch_with_cards(plan["machine"]["card"])
     for note in plan["machine"].get("notes", ()):
         say(note)
     _say_batch(strategy, work, say)
     return plan
+
+
+def without_further_predictions(model: ModelSection) -> str | None:
+    """Return what model.mtp_depth takes away from the model that it was set for; None when that is nothing."""
+    if model.mtp_depth is None or model.path is None:
+        return None
+    own = len(describe(model.model_copy(update={"mtp_depth": None})).mtp)
+    if model.mtp_depth >= own:
+        return None
+    return (
+        f"model.mtp_depth is {model.mtp_depth}, {model.path} has {own}: its further predictions are left out, "
+        "neither trained nor written into the new model"
+    )
 
 
 def require_torch_with_cards(card: str) -> None:

@@ -69,7 +69,10 @@ class Session:
             summary = self._run.read_summary() or {}
             if summary.get("finished") and not self.changes:
                 self.finished = True
-                say(f"{self._run.path} is finished: {summary['steps']} steps; nothing to resume")
+                say(
+                    f"{self._run.path} is finished: {summary['steps']} steps; nothing to resume. "
+                    f"More steps: tercet train --resume {shlex.quote(str(asked.resume))} train.steps={2 * summary['steps']}"
+                )
                 return
             ranks = ranks or (self._run.read_plan() or {}).get("strategy", {}).get("ranks")
         else:

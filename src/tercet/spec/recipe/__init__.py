@@ -13,6 +13,7 @@ from tercet.spec.recipe.loading import (
     load_run_recipe,
     read_yaml,
     shipped_recipes,
+    with_place,
 )
 from tercet.spec.recipe.schema import json_schema
 from tercet.spec.recipe.sections import (
@@ -48,4 +49,5 @@ __all__ = [
     "refuse_idle_for",
     "shipped_recipes",
     "unbuilt",
+    "with_place",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -71,6 +72,23 @@ def _forget_ranks(tree: dict[str, Any]) -> None:
     strategy = tree.get("strategy")
     if isinstance(strategy, dict) and strategy.get("zero") in ("1", "2", "3"):
         strategy.pop("data", None)
+
+
+def with_place(error: InputError, name: str | Path, overrides: Iterable[str] = ()) -> InputError:
+    """Return an error that begins with a recipe's key with the file and line, or the override, that the key is from."""
+    key, separator, rest = error.message.partition(":")
+    if not separator or not re.fullmatch(r"[a-z_]+(\.\w+)+", key):
+        return error
+    path = shipped_recipes().get(str(name), Path(name).expanduser())
+    if not path.is_file() or path.suffix not in (".yaml", ".yml"):  # data, prepared without a recipe
+        return error
+    _, lines = read_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    for override in overrides:
+        lines[override.partition("=")[0].strip()] = f"{override!r} on the command line"
+    if key not in lines:  # a list of one that was written as a word
+        key = re.sub(r"\.0\b", "", key)
+    place = place_of(key.split("."), lines)
+    return InputError(f"{place}: {key}:{rest}", error.hint) if place else error
 
 
 # One length of a run on the command line takes the place of the file's other one.
