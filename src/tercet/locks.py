@@ -35,13 +35,16 @@ def process_record(pid: int) -> dict[str, Any]:
 
 
 def is_alive(record: dict[str, Any]) -> bool | None:
-    """Return whether a recorded process still runs; None when it belongs to another host, so nobody here knows."""
-    if record["host"] != socket.gethostname():
-        return None
+    """Return whether a recorded process still runs; None when it belongs to another host, so nobody here knows.
+
+    A record that is damaged names no process: False.
+    """
     try:
+        if record["host"] != socket.gethostname():
+            return None
         process = psutil.Process(record["pid"])
         return abs(process.create_time() - record["started"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
 
 

@@ -33,7 +33,7 @@ def watched(cli):
     [
         (("data.train=nowhere.jsonl",), "no file or folder 'nowhere.jsonl'"),
         (("data.train=table.xyz",), "no format is known"),
-        (("data.validation=nowhere/*.txt",), "data.validation.0"),
+        (("data.validation=nowhere/*.txt",), "data.validation: nothing matches"),
         (("data.tokenizer=./nowhere",), "no file or folder './nowhere'"),
         (("data.tokenizer=broken.json",), "is not a tokenizer.json"),
         (("data.tokenizer=empty",), "holds no tokenizer"),

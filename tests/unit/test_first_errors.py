@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+
 import pytest
 
 from tercet.cli.init import run as init
@@ -11,6 +14,7 @@ from tercet.inference.served import open_served
 from tercet.spec.recipe import load_recipe, with_place
 from tercet.spec.run_folder import RunFolder
 from tercet.training import launched
+from tercet.training.lock import RunLock
 
 RECIPE = """\
 model: first-light
@@ -88,3 +92,24 @@ def test_ranks_that_left_no_word_have_ended_all_the_same(tmp_path, monkeypatch):
     error, teller = launched._why(run, [None, None])
     assert teller == 0
     assert "rank 0 ended with code 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "null",
+        "7",
+        '{"ranks": 5}',
+        '{"supervisor": [], "ranks": [3]}',
+        '{"supervisor": {"pid": 1e300}}',
+        "\ufeff{}",
+    ]
+    + ['{"supervisor": {"host": null, "pid": "x", "started": []}}', '{"ranks": [{"pid": -1, "started": "x"}]}'],
+)
+def test_a_damaged_lock_that_nobody_holds_is_taken(tmp_path, content):
+    path = tmp_path / "run.lock"
+    path.write_text(content.replace("null", json.dumps(socket.gethostname())) if "host" in content else content)
+    lock = RunLock(path)
+    assert json.loads(path.read_text())["ranks"] == []
+    lock.release()

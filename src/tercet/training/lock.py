@@ -35,8 +35,9 @@ class RunLock:
             self._file.close()  # its last holder removed it between the two lines: a new one is needed
             self._lock.release()
         content = self._read()
-        for record in (content.get("supervisor"), *content.get("ranks", ())):
-            if record and is_alive(record) is not False:
+        ranks = content.get("ranks")
+        for record in (content.get("supervisor"), *(ranks if isinstance(ranks, list) else ())):
+            if isinstance(record, dict) and record and is_alive(record) is not False:
                 self._refuse(content, record)
         self._content: dict[str, Any] = {"supervisor": process_record(os.getpid()), "ranks": []}
         self._write()
@@ -44,9 +45,10 @@ class RunLock:
     def _read(self) -> dict[str, Any]:
         self._file.seek(0)
         try:
-            return orjson.loads(self._file.read())
+            content = orjson.loads(self._file.read())
         except orjson.JSONDecodeError:
             return {}
+        return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
         self._file.seek(0)
