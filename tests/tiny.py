@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tercet.engine import EngineSetup
+from tercet.engine import EngineSetup, open_engine
 from tercet.engine.native import NativeEngine
 from tercet.spec.families import describe
 from tercet.spec.model import Model
@@ -100,7 +100,9 @@ def tiny_engine(
     # A large eps lets the update follow the gradient smoothly: AdamW's first steps are a sign function otherwise,
     # and rounding of a gradient near zero would show as a full step.
     section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})
-    return NativeEngine(EngineSetup(model or tiny_model(), strategy, section, precision, world, seed=7))
+    engine = open_engine(EngineSetup(model or tiny_model(), strategy, section, precision, world, seed=7))
+    assert isinstance(engine, NativeEngine)
+    return engine
 
 
 def whole_weights(engine: NativeEngine) -> dict[str, torch.Tensor]:

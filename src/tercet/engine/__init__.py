@@ -183,6 +183,10 @@ def open_engine(setup: EngineSetup) -> Engine:
         from tercet.engine.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(setup)
+    if setup.strategy.engine == "host":
+        from tercet.engine.host import HostEngine
+
+        return HostEngine(setup)
     from tercet.engine.native import NativeEngine
 
     return NativeEngine(setup)

@@ -130,7 +130,7 @@ class NativeEngine(EngineBase):
 
     def _formats(self) -> Iterator[Held]:
         """Yield what is held and in which format. Shards are the masters: what computes is gathered from them."""
-        sharded = self.world.mesh.shard > 1
+        sharded = self.world.mesh.shard > 1 and self.strategy.engine == "native"
         weights = ((name, p.dtype) for name, p in self.module.named_parameters())
         yield from held("weight", weights, self._precision.kept if sharded else self._precision.compute)
         for part in self.layout.parts:
@@ -218,7 +218,7 @@ class NativeEngine(EngineBase):
         parts = self.layout.parts
         if self.spec.mtp and self.module.mtp_weight == 0:
             self._freeze([p for p in parts if p.name.startswith(self._further)])
-        squares = square_sum(parts) if parts else torch.zeros((), dtype=torch.float64)
+        squares = self._squares(parts)
         mesh, rank = self.world.mesh, self.world.rank
         # What several ranks hold alike, the first of them counts.
         once = torch.tensor([mesh.index(rank, axes) == 0 for axes in (SAME_TOKENS, self.layout.copied_along)])
@@ -227,6 +227,17 @@ class NativeEngine(EngineBase):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self._skipped(StepResult(loss, norm, tokens, updated=False))
         factor = (self._clip / (norm + 1e-6) if norm > self._clip else 1.0) / self._scale
+        self._apply(factor, lr)
+        self._updates += 1
+        return StepResult(loss, norm, tokens, loss_scale=self._scaler.after(False) if self._scaler else None)
+
+    def _squares(self, parts: Sequence[Any]) -> Tensor:
+        """Return the sum of squares of this rank's gradients, fp64 on the CPU."""
+        return square_sum(parts) if parts else torch.zeros((), dtype=torch.float64)
+
+    def _apply(self, factor: float, lr: float) -> None:
+        """Scale the gradients, update the parts and bring them to where they compute."""
+        parts = self.layout.parts
         if factor != 1.0:
             scale_gradients(parts, factor)
         for group in self.optimizer.param_groups:
@@ -237,9 +248,7 @@ class NativeEngine(EngineBase):
         for part in parts:
             if part.value.grad is None:
                 self.optimizer.state[part.value]["step"] += 1
-        self._updates += 1
         self.layout.after_update()
-        return StepResult(loss, norm, tokens, loss_scale=self._scaler.after(False) if self._scaler else None)
 
     def _skipped(self, result: StepResult) -> StepResult:
         """Say whose gradients were not finite, and take the scale down where they, not the loss, have overflowed."""

@@ -23,7 +23,8 @@ def build_optimizer(parts: Sequence[Part], optim: OptimSection, seed: int = 0) -
     groups = [g for g in groups if g["params"]]
     settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "adamw" and all(p.value.dtype == torch.float32 for p in parts):
-        return torch.optim.AdamW(groups, fused=True, **settings)
+        fused = not any(p.value.is_meta for p in parts)  # a rehearsal's host holds shapes only
+        return torch.optim.AdamW(groups, fused=fused, **settings)
     return RowAdamW(groups, parts, seed, **settings)
 
 

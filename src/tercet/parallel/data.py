@@ -66,7 +66,7 @@ class Replicated(Layout):
         offset = 0
         for p in order:
             view = self._flat[offset : offset + p.numel()].view_as(p)
-            _accumulate_in(p, view)
+            accumulate_in(p, view)
             self._bucket_of[p] = next(n for n, b in enumerate(self._buckets) if b.start <= offset < b.stop)
             offset += p.numel()
             p.register_post_accumulate_grad_hook(self._filled)
@@ -146,7 +146,7 @@ def _host_memory(shape: torch.Size, world: World) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, pin_memory=world.device.type == "cuda")
 
 
-def _accumulate_in(parameter: Tensor, buffer: Tensor) -> None:
+def accumulate_in(parameter: Tensor, buffer: Tensor) -> None:
     """Make backward add into the fp32 buffer, whatever type the parameter has."""
     if parameter.dtype == buffer.dtype:
         parameter.grad = buffer

@@ -10,6 +10,20 @@ from torch import Tensor
 from tercet.parallel.part import Part
 
 
+class Inputs:
+    """Inputs of blocks between forward and backward, by (block, micro-batch). Here they stay where they are."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+
+    def put(self, block: int, n: int, x: Tensor) -> None:
+        self._inputs[block, n] = x
+
+    def get(self, block: int, n: int) -> Tensor:
+        """Return the input once; it is let go of here."""
+        return self._inputs.pop((block, n))
+
+
 class Layout(Protocol):
     """parallel/data.py (replicated) and parallel/shard.py (sharded) are layouts; so is what streams from the host.
 
@@ -29,11 +43,19 @@ class Layout(Protocol):
     def begin_micro_batch(self, last: bool) -> None:
         """Say that backward of a micro-batch comes; after the last one's gradients are complete."""
 
-    def fetch(self, block: int) -> None:
-        """Have a block's weights on the device, complete, when what follows on the current stream runs."""
+    def fetch(self, block: int, backward: bool = False) -> None:
+        """Have a block's weights on the device, complete, when what follows on the current stream runs.
 
-    def release(self, block: int) -> None:
-        """Say that a block's weights are not needed until the next `fetch`; its gradients may leave."""
+        -1 is what lies before the blocks, and the number after the last block's what lies behind them, whose forward
+        and backward come together. `backward`: gradients are added up until `release`.
+        """
+
+    def release(self, block: int, backward: bool = False) -> None:
+        """Say that a block's weights are not needed until the next `fetch`; after `backward` its gradients may leave."""
+
+    def inputs(self) -> Inputs:
+        """Return where a step keeps the blocks' inputs between forward and backward."""
+        return Inputs()
 
     def finish_gradients(self) -> None:
         """Return when each part's `value.grad` is the sum over micro-batches and ranks, fp32."""

@@ -74,6 +74,17 @@ class World:
         dist.all_gather_object(values, value, group=self.group(over))
         return values
 
+    @property
+    def host(self) -> torch.device:
+        """Where host memory is; a rehearsal's has no values."""
+        return torch.device("cpu")
+
+    def partners(self) -> dist.ProcessGroup | None:
+        """Return a new group of all ranks for work beside the loop's own, without a clock; None at size 1."""
+        if self.size == 1:
+            return None
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=WITHOUT_A_CLOCK))
+
     def barrier(self) -> None:
         # A sum of a CPU number, not dist.barrier(): that one picks a GPU by itself under NCCL.
         self.any(False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tercet.spec.axes.data import buckets
+from tercet.spec.axes.host import Sizes
 from tercet.spec.axes.split import chunk
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.blocks.mtp import MTP
@@ -74,6 +75,11 @@ class Counts:
         """Embedding, final norm, head: what no layer and no further prediction holds."""
         prefixes = tuple(prefix for prefix, _ in self.model.blocks())
         return tuple(t for t in self.model.tensors() if not t.name.startswith(prefixes))
+
+    @cached_property
+    def host_sizes(self) -> Sizes:
+        """Return the buffers in which weights travel that live in host memory."""
+        return Sizes.of(self.model)
 
     @cached_property
     def parameters(self) -> int:

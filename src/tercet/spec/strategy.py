@@ -37,9 +37,11 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The strategy's word: single, ddp, zero1, zero2, zero3; with another engine its name before it."""
+        """The strategy's word: single, ddp, zero1, zero2, zero3, host; with DeepSpeed its name before it."""
         if self.engine == "deepspeed":
             return f"deepspeed-zero{self.zero}"
+        if self.engine == "host":
+            return "host"
         if self.ranks == 1:
             return "single"
         return "ddp" if self.zero == 0 else f"zero{self.zero}"
@@ -50,7 +52,7 @@ class Strategy:
         words = [self.name]
         if self.engine == "native" and self.zero == 3 and self.reduce_gradients == "once_per_step":
             words.append("once")
-        if self.recompute != "none":
+        if self.recompute != "none" and self.engine != "host":  # which knows one way
             words.append(self.recompute)
         for what in ("optimizer", "weights", "activations"):
             if (place := getattr(self, f"offload_{what}")) != "none":
@@ -66,12 +68,16 @@ class Strategy:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks as axes: those that pipeline, context and tensor leave are replicas under zero 0, shards else."""
+        """The ranks as axes: those that pipeline, context and tensor leave are replicas under zero 0, shards else.
+
+        With weights in host memory each rank updates its rows of every tensor: shards too.
+        """
         rest = max(1, self.ranks // (self.pipeline * self.context * self.tensor))
+        shards = bool(self.zero) or self.engine == "host"
         return Mesh(
             pipeline=self.pipeline,
-            data=1 if self.zero else rest,
-            shard=rest if self.zero else 1,
+            data=1 if shards else rest,
+            shard=rest if shards else 1,
             context=self.context,
             tensor=self.tensor,
             expert=self.expert,
@@ -114,7 +120,12 @@ def not_built(recipe: Recipe) -> list[str]:
     """Return a sentence for everything the recipe asks for that does not exist yet."""
     s, why = recipe.strategy, list(unbuilt(recipe))
     deepspeed = s.engine == "deepspeed"
-    if s.zero not in (0, "auto") and s.data not in (1, "auto"):
+    if s.engine == "host" and (s.zero not in (0, "auto") or s.data not in (1, "auto")):
+        why.append(
+            "strategy.zero and strategy.data mean nothing to strategy=host: its weights are in host memory once, "
+            "however many ranks there are; leave them out"
+        )
+    elif s.zero not in (0, "auto") and s.data not in (1, "auto"):
         why.append(
             f"strategy.data: {s.data} replicas of a model that zero {s.zero} cuts into shards are not built yet; leave "
             "strategy.data out and all ranks share one copy, or take strategy.zero=0 (ddp) for replicas"
@@ -145,7 +156,8 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
 
     Micro-batch: as many rows as `micro_batch_tokens` holds, evened out so that the last one is not a remnant.
     """
-    if section.zero == "auto" and section.data != "auto":  # whole copies, as many as asked for
+    copies = section.zero == "auto" and section.data != "auto"  # whole, as many as asked for
+    if copies or section.engine == "host":
         zero = 0
     elif section.engine == "deepspeed":  # its offload needs a stage on one rank too
         away = section.offload
@@ -172,7 +184,9 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
         expert=section.expert,
         context=section.context,
         micro_batch=micro,
-        recompute="none" if section.recompute == "auto" else section.recompute,
+        recompute=("full" if section.engine == "host" else "none")
+        if section.recompute == "auto"
+        else section.recompute,
         reduce_gradients=reduce,
         offload_optimizer=section.offload.optimizer,
         offload_weights=section.offload.weights,
@@ -184,6 +198,8 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
 def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -> list[str]:
     """Return one sentence per reason why this strategy cannot run; empty when it can."""
     why = _why_not_deepspeed(strategy, work, machine) if strategy.engine == "deepspeed" else []
+    if strategy.engine == "host":
+        why += _why_not_host(strategy)
     if (
         strategy.engine == "native"
         and strategy.offload_weights != "none"
@@ -210,7 +226,7 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens "
             "(model.context_tokens)"
         )
-    if strategy.compile and strategy.recompute != "none":
+    if strategy.compile and strategy.recompute != "none" and strategy.engine != "host":
         why.append(
             f"strategy.compile: true with recompute {strategy.recompute}: layers that are computed again are not compiled; "
             "use strategy.recompute=none, or leave strategy.compile out"
@@ -252,6 +268,22 @@ def _why_not_through_transformers(strategy: Strategy | StrategySection) -> list[
         for key, wrong in refused.items()
         if wrong
     ]
+
+
+def _why_not_host(strategy: Strategy) -> list[str]:
+    """Return what weights in host memory are not trained with."""
+    why = []
+    if strategy.recompute != "full":
+        why.append(
+            f"strategy.recompute: {strategy.recompute} is not built for strategy=host, which computes each block again in "
+            "backward; leave it out"
+        )
+    for what in ("optimizer", "weights", "activations"):
+        if (place := getattr(strategy, f"offload_{what}")) != "none":
+            why.append(f"strategy.offload.{what}: {place} beside strategy=host, where all of it lives in host memory")
+    if strategy.compile:
+        why.append("strategy.compile: true is not built for strategy=host; it is for native")
+    return why
 
 
 def _why_not_deepspeed(strategy: Strategy, work: Work, machine: Any) -> list[str]:

@@ -11,74 +11,101 @@ from torch import Tensor
 
 from tercet.engine.schedules import StepWork
 from tercet.model.decoder import Carried, Decoder
+from tercet.parallel.layout import Inputs
+
+BEGIN = -1  # the embedding, as layouts number it
 
 
 def blocks_first(work: StepWork) -> Tensor:
     module: Decoder = work.module
-    blocks = range(len(module.spec.layers))
+    end = len(module.spec.layers)
     work.layout.begin_micro_batch(last=False)  # no gradient is complete before the whole step is
-    firsts, carried = [], []
-    for n, batch in enumerate(work.micro_batches):
-        work.seed(n)
-        trained, here = batch.trained_tokens, batch.to(work.device)
-        x, more = module.begin(
-            here.input_ids, here.positions, here.documents, here.labels, trained=trained, weights=here.weights
-        )
-        firsts.append(x)
-        carried.append(more)
-    inputs = [[x.detach() for x in firsts]]  # of every block, and at last of the end; one per micro-batch
-    for block in blocks:
-        inputs.append(_forward(work, block, inputs[-1], carried))
-    loss_sum, grads = _end(work, inputs.pop(), carried)
-    for block in reversed(blocks):
-        grads = _backward(work, block, inputs.pop(), carried, grads)
-    for x, grad in zip(firsts, grads, strict=True):
-        x.backward(grad)
+    inputs = work.layout.inputs()
+    xs, carried = _begin(work)
+    for block in range(end):
+        _forward(work, block, xs, carried, inputs)
+    loss_sum, grads = _end(work, end, xs, carried)
+    for block in reversed(range(end)):
+        _backward(work, block, grads, carried, inputs)
+    _begin_again(work, grads)
     return loss_sum
 
 
 @torch.no_grad()
-def _forward(work: StepWork, block: int, inputs: list[Tensor], carried: list[Carried]) -> list[Tensor]:
-    """Return the block's outputs, one per micro-batch."""
-    outputs = []
+def _begin(work: StepWork) -> tuple[list[Tensor], list[Carried]]:
+    """Return (what goes into the first block, what every block needs besides), one per micro-batch."""
+    xs, carried = [], []
+    work.layout.fetch(BEGIN)
+    for n in range(len(work.micro_batches)):
+        x, more = _begin_one(work, n)
+        xs.append(x)
+        carried.append(more)
+    work.layout.release(BEGIN)
+    return xs, carried
+
+
+def _begin_one(work: StepWork, n: int) -> tuple[Tensor, Carried]:
+    batch = work.micro_batches[n]
+    work.seed(n)
+    trained, here = batch.trained_tokens, batch.to(work.device)
+    with torch.enable_grad():  # what is carried says that it trains
+        x, more = work.module.begin(
+            here.input_ids, here.positions, here.documents, here.labels, trained=trained, weights=here.weights
+        )
+    return x.detach() if not torch.is_grad_enabled() else x, more
+
+
+@torch.no_grad()
+def _forward(work: StepWork, block: int, xs: list[Tensor], carried: list[Carried], inputs: Inputs) -> None:
+    """Put the block's outputs in the place of its inputs, one per micro-batch."""
     work.layout.fetch(block)
-    for n, (x, more) in enumerate(zip(inputs, carried, strict=True)):
+    for n, more in enumerate(carried):
         work.seed(n)
-        outputs.append(work.module.run_block(block, x, more)[0])
+        inputs.put(block, n, xs[n])
+        xs[n] = work.module.run_block(block, xs[n], more)[0]
     work.layout.release(block)
-    return outputs
 
 
-def _end(work: StepWork, inputs: list[Tensor], carried: list[Carried]) -> tuple[Tensor, list[Tensor]]:
+def _end(work: StepWork, end: int, xs: list[Tensor], carried: list[Carried]) -> tuple[Tensor, list[Tensor]]:
     """Run norm, head, loss and further predictions; return (summed loss, gradient of each input)."""
     loss_sum, grads = torch.zeros((), dtype=torch.float64, device=work.device), []
-    for n, (x, more) in enumerate(zip(inputs, carried, strict=True)):
+    work.layout.fetch(end, backward=True)
+    for n, more in enumerate(carried):
         work.seed(n)
-        leaf = x.requires_grad_()
+        leaf = xs[0].requires_grad_()
+        del xs[0]  # each gradient takes the room of an input
         loss = work.module.end(leaf, more)
-        if n == len(inputs) - 1:
+        if not xs:
             work.note_peak()
         (loss / (work.weight / work.scale)).backward()
         loss_sum += loss.detach()
         grads.append(leaf.grad)
+    work.layout.release(end, backward=True)
     return loss_sum, grads
 
 
-def _backward(
-    work: StepWork, block: int, inputs: list[Tensor], carried: list[Carried], grads: list[Tensor]
-) -> list[Tensor]:
-    """Compute the block again, with what backward needs, and return the gradient of each input."""
-    found = []
-    work.layout.fetch(block)
-    for n, (x, more, grad) in enumerate(zip(inputs, carried, grads, strict=True)):
+def _backward(work: StepWork, block: int, grads: list[Tensor], carried: list[Carried], inputs: Inputs) -> None:
+    """Compute the block again, with what backward needs; put the gradients of its inputs in the place of its outputs'."""
+    work.layout.fetch(block, backward=True)
+    for n, more in enumerate(carried):
         work.seed(n)  # the same random numbers as in forward
-        leaf = x.requires_grad_()
+        leaf = inputs.get(block, n).requires_grad_()
         out, balance = work.module.run_block(block, leaf, more)
-        ends, ends_grads = [out], [grad]
+        ends, ends_grads = [out], [grads[n]]
         if balance is not None:
             ends.append(balance)
             ends_grads.append(torch.full_like(balance, work.scale / work.weight))
         torch.autograd.backward(ends, ends_grads)
-        found.append(leaf.grad)
-    work.layout.release(block)
-    return found
+        assert leaf.grad is not None
+        grads[n] = leaf.grad
+    work.note_peak()
+    work.layout.release(block, backward=True)
+
+
+def _begin_again(work: StepWork, grads: list[Tensor]) -> None:
+    """Give the embedding its gradients. It is looked up again, for its graph alone: kept, its rows would stay."""
+    work.layout.fetch(BEGIN, backward=True)
+    for n in range(len(grads)):
+        x, _ = _begin_one(work, n)
+        x.backward(grads[n])
+    work.layout.release(BEGIN, backward=True)
