@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tercet.parallel.jobs import ThreadedJobs
 from tercet.parallel.world import World
 from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
@@ -18,6 +19,11 @@ MODELS = {
     "tied": lambda: tiny_model(tied=True),
     "deepseek": lambda: tiny_deepseek(layers=3),
 }
+
+
+class AsWithCards(World):
+    def jobs(self):
+        return ThreadedJobs()
 
 
 def train(
@@ -34,15 +40,9 @@ def train(
     precision: str = "fp32",
 ):
     """Return ((loss, norm) per step, weights, an evaluation, generated texts)."""
-    from tercet.parallel import host, jobs
-
-    plain, host.Jobs = host.Jobs, jobs.ThreadedJobs if threaded else jobs.Jobs
-    try:
-        engine = tiny_engine(
-            world, tiny_strategy(word, world.size, rows, micro), precision, MODELS[model](), clip=clip, lr=1e-3
-        )
-    finally:
-        host.Jobs = plain
+    world = AsWithCards(**vars(world)) if threaded else world
+    strategy = tiny_strategy(word, world.size, rows, micro)
+    engine = tiny_engine(world, strategy, precision, MODELS[model](), clip=clip, lr=1e-3)
     if load:
         engine.load(Path(load))
         world.barrier()

@@ -52,7 +52,7 @@ class HostEngine(NativeEngine):
         updates = self._updates
 
         def step(group: Group) -> None:
-            if not group.parts:
+            if not group.parts or self.world.host.type != "cpu":  # a rehearsal's host holds shapes only
                 return
             if factor != 1.0:
                 scale_gradients(group.parts, factor)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from tercet.parallel.data import accumulate_in
 from tercet.parallel.host_memory import own, pin, shared
-from tercet.parallel.jobs import Jobs, ThreadedJobs
 from tercet.parallel.layout import Inputs, Layout
 from tercet.parallel.part import Part, chunk_rows
 from tercet.parallel.precision import Precision
@@ -82,10 +81,8 @@ class HostLayout(Layout):
         world: World,
         precision: Precision,
         start: Callable[[Description], Tensor],
-        threaded: bool | None = None,
     ):
-        """`module` is on meta but for its buffers; `start` returns a whole tensor's start. `threaded`: whether the
-        host's work runs behind the card's; by default where there is a real card."""
+        """`module` is on meta but for its buffers; `start` returns a whole tensor's start."""
         self.module, self.world, self.device = module, world, world.device
         self._on_card = world.device.type != "cpu"
         self._compute = precision.compute
@@ -95,9 +92,7 @@ class HostLayout(Layout):
         self._install(module)
         self.parts = [part for group in self.groups for part in group.parts]
         self._fill(start)
-        if threaded is None:
-            threaded = world.device.type == "cuda"
-        self.jobs: Jobs = ThreadedJobs() if threaded else Jobs()
+        self.jobs = world.jobs()
         self._partners = Partners(world.partners())
         self._weights, self._inputs, self._out = (Copier(self.device) for _ in range(3))
         self._brought: dict[int, Brought] = {}
@@ -314,7 +309,10 @@ class HostLayout(Layout):
             self._leaving.append((written, flat))
         for parameter in group.parameters.values():
             parameter.grad = None
-        self._summed.append(self.jobs.add(lambda: self._add_up(group, written)))
+        # This rank reads its rows of every rank's buffer, writes their sum, and reads that again for the norm.
+        ranks = self.world.size
+        moved = 4.0 * group.size * (1 + 2 / ranks if ranks > 1 else 1)
+        self._summed.append(self.jobs.add(lambda: self._add_up(group, written), written, moved))
 
     def _add_up(self, group: Group, written: Any) -> None:
         if written is not None:
@@ -350,7 +348,8 @@ class HostLayout(Layout):
     def update(self, step: Callable[[Group], None]) -> None:
         """Have every group updated by `step`, in forward order, each before its next fetch."""
         for group in self.groups:
-            group.updated = self.jobs.add(lambda group=group: self._update(group, step))
+            rows = sum(part.value.numel() for part in group.parts)
+            group.updated = self.jobs.add(lambda group=group: self._update(group, step), updates=rows)
 
     @torch.no_grad()
     def _update(self, group: Group, step: Callable[[Group], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 Job = Callable[[], None]
 
@@ -16,8 +17,12 @@ class Jobs:
         self._waiting: deque[Job] = deque()
         self._given = self._done = 0
 
-    def add(self, job: Job) -> int:
-        """Take a job; return its number."""
+    def add(self, job: Job, after: Any = None, moved: float = 0.0, updates: float = 0.0) -> int:
+        """Take a job; return its number.
+
+        What a rehearsal times it by: the card's event that it waits for, bytes through the host's memory, and
+        parameters updated.
+        """
         self._waiting.append(job)
         self._given += 1
         return self._given
@@ -39,7 +44,7 @@ class ThreadedJobs(Jobs):
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="host jobs", daemon=True).start()
 
-    def add(self, job: Job) -> int:
+    def add(self, job: Job, after: Any = None, moved: float = 0.0, updates: float = 0.0) -> int:
         with self._change:
             number = super().add(job)
             self._change.notify_all()

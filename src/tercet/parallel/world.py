@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tercet.errors import InputError, TercetError
 from tercet.locks import kernel_locks_in
+from tercet.parallel.jobs import Jobs, ThreadedJobs
 from tercet.spec.mesh import AXES, Mesh
 
 WITHOUT_A_CLOCK = timedelta(days=365)
@@ -78,6 +79,10 @@ class World:
     def host(self) -> torch.device:
         """Where host memory is; a rehearsal's has no values."""
         return torch.device("cpu")
+
+    def jobs(self) -> Jobs:
+        """Return who does the host's work beside the card's: a thread where there is a card."""
+        return ThreadedJobs() if self.device.type == "cuda" else Jobs()
 
     def partners(self) -> dist.ProcessGroup | None:
         """Return a new group of all ranks for work beside the loop's own, without a clock; None at size 1."""

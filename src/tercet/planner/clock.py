@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tercet.planner import host as resident
 from tercet.planner.constants import Constants
 from tercet.planner.job import Job
 from tercet.planner.ledger import tensors_at_peak
@@ -104,6 +105,8 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
     one = micro_batch(counts, job, speed, c)
     step = {row: one[row] * job.accumulation for row in ROWS}
     compute = sum(step.values())
+    if job.host_resident:
+        return _host_resident(counts, job, machine, step, speed, c)
     step["optimizer"] = optimizer_seconds(counts, job, machine, speed, c)
     if job.transport == "round-robin":
         return _round_robin(counts, job, machine, step, compute, speed, c)
@@ -118,6 +121,20 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
     # What is left of the arithmetic after host copies can hide collectives.
     step["communication"] = bare + _exposed(hidden, max(0.0, compute - host), c.overlap)
     return step
+
+
+def _host_resident(
+    counts: Counts, job: Job, machine: Machine, step: dict[str, float], speed: Rates, c: Constants
+) -> dict[str, float]:
+    updates = machine.measured.get("cpu_adam", c.cpu_adam)
+    if job.state_blocks or job.rounds_by_chance:  # ours, whose passes through memory are more (optimizer_seconds)
+        plain = 2 * 4 + 2 * 8 + 3 * 4 + 2
+        updates *= plain / (
+            plain + ROWS_UPDATE_BYTES + CODES_BYTES * job.state_blocks + CHANCE_BYTES * job.rounds_by_chance
+        )
+    step = resident.seconds(counts, job, step, speed.host, updates, c)
+    _, bare = communication_seconds(counts, job, machine, c)
+    return {**step, "communication": bare}
 
 
 def _exposed(seconds: float, compute: float, overlap: float) -> float:
@@ -247,6 +264,8 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
     if job.shards == 1:
         return found
     found += expert.traffic(counts.model)
+    if job.host_resident:
+        return found
     if counts.model.frozen:
         return found + _adapter_traffic(counts, job)
     if job.zero == 0:

@@ -63,6 +63,7 @@ class Job:
     tensor: int = 1
     deepspeed: bool = False  # its flat shards and buckets: rows are estimates then
     host_shards: bool = False  # FSDP2's offload: fp32 shards live on the host and are gathered from there
+    host_resident: bool = False  # strategy host: weights, gradients and states live on the host (planner/host.py)
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
     idle_share: float = 0.0  # places of the last micro-batches that hold no row
 
@@ -108,6 +109,8 @@ class Job:
             states_in="host" if self.offload & {"states", "paged"} else self._place("optimizer"),
             gradients_in=gradients,
         )
+        if self.host_resident:
+            return replace(rules, cut="rows", cut_weights=True, cut_gradients=True, count=COUNT_BYTES)
         if frozen:
             cut = "whole" if self.zero == 0 or self.shards == 1 else "even"
             return replace(rules, cut=cut, cut_gradients=self.zero == 3)
@@ -169,7 +172,9 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         )
         if where != "none"
     }
-    deepspeed = strategy.engine == "deepspeed"
+    deepspeed, host_resident = strategy.engine == "deepspeed", strategy.engine == "host"
+    if host_resident:
+        offload = {"optimizer", "weights", "gradients", "activations"}
     if deepspeed and "optimizer" in offload:
         offload.add("gradients")  # its ZeRO moves each reduced gradient to the host at once
     host_shards = (
@@ -202,6 +207,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         loss="fused" if ours else "unshifted",
         deepspeed=deepspeed,
         host_shards=host_shards,
+        host_resident=host_resident,
         offload=frozenset(offload),
         nvme=strategy.on_nvme,
         reduce_every_micro_batch=(deepspeed or strategy.reduce_gradients == "every_micro_batch") and strategy.zero >= 2,
@@ -209,6 +215,6 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         pipeline=strategy.pipeline,
         context=strategy.context,
         tensor=strategy.tensor,
-        flat_buffers=not deepspeed and (strategy.zero == 0 or strategy.ranks == 1),
+        flat_buffers=not deepspeed and not host_resident and (strategy.zero == 0 or strategy.ranks == 1),
         idle_share=1 - work.batch_sequences / places,
     )

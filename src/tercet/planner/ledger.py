@@ -8,6 +8,7 @@ DeepSpeed buffers are what its engine holds (same tests), within rounding; activ
 
 from __future__ import annotations
 
+from tercet.planner import host as resident
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
 from tercet.planner.job import Job, of_strategy
 from tercet.spec.blocks.cost import Kept
@@ -42,6 +43,8 @@ def ledger_for(
 
 
 def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu: bool = True) -> dict[str, Rows]:
+    if job.host_resident:
+        return _host_moments(counts, job, constants, on_gpu)
     held = states(counts, job, rank)
     peak = {**held["peak"], **working(counts, job, constants, on_gpu)}
     standing = deepspeed_buffers(counts, job, on_gpu)[0] if job.deepspeed else 0.0
@@ -51,6 +54,17 @@ def moments(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gp
     return {
         name: {row: int(rows[row]) for row in CARD_ROWS} for name, rows in (("between_steps", between), ("peak", peak))
     }
+
+
+def _host_moments(counts: Counts, job: Job, constants: Constants, on_gpu: bool) -> dict[str, Rows]:
+    """Return the rows where weights live on the host: between steps a card holds nothing."""
+    layer = max(_one_layer(counts, kind, job, on_gpu) for kind in counts.kinds) * job.tokens
+    peak = resident.card(counts, job, layer, logit_bytes(counts, job, constants), on_gpu)
+    found = {}
+    for name, rows in (("between_steps", dict.fromkeys(peak, 0.0)), ("peak", peak)):
+        rows["reserve"] = reserve(rows, job, constants, on_gpu)
+        found[name] = {row: int(rows[row]) for row in CARD_ROWS}
+    return found
 
 
 def states(counts: Counts, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
@@ -281,6 +295,9 @@ def phases(counts: Counts, job: Job, constants: Constants, rank: int = 0, on_gpu
         job.tokens, CHUNK_TOKENS
     ) * counts.model.vocabulary * (4 + job.activation_bytes)
     gathered = both["peak"]["weights"] - both["between_steps"]["weights"] if job.zero in (1, 2) else 0
+    if job.host_resident and on_gpu:  # embedding, end, and two blocks
+        sizes = counts.host_sizes
+        gathered = job.weight_bytes * (sizes.begin + sizes.end + 2 * max(sizes.blocks))
     return {
         "load": int(between + tensor),
         "backward": int(peak),
@@ -315,6 +332,13 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | 
     copies whole where a machine with `host_bytes` of RAM has room for them, or else pieces of them.
     """
     trained = counts.trained_parameters
+    batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
+    loading = 4.0 * counts.largest_tensor * job.ranks
+    process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
+    if job.host_resident:
+        states, pinned = resident.host(counts, job, job.rules(counts.model.frozen), not machine_is_cpu)
+        inputs = int(batch + process)
+        return {"states": int(states), "pinned": int(pinned), "inputs": inputs, "loading": int(loading)}
     elsewhere = away_from_cards(counts, job)
     residuals = 0.0
     if "activations" in job.offload:
@@ -334,13 +358,10 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | 
         pinned += 0.5 * (max(job.master_bytes, job.weight_bytes) + job.gradient_bytes) * trained
     if job.nvme:
         pinned += nvme_buffers(counts, job) * job.ranks
-    batch = 8 * 4 * job.micro_batch * job.sequence * job.ranks  # a few int32 batches ahead, per rank
-    loading = 4.0 * counts.largest_tensor * job.ranks
     if copies := save_copies(counts, job, machine_is_cpu):
         whole = host_bytes is None or (host_bytes > 0 and saves_behind(counts, job, machine_is_cpu, host_bytes))
         pieces = max(PIECE_BYTES, 4 * counts.largest_tensor) * job.ranks
         loading = max(loading, copies if whole else min(copies, pieces))
-    process = 0 if machine_is_cpu else PROCESS_BYTES * (job.ranks + 1)
     return {
         "states": int(elsewhere["states"]),
         "pinned": int(pinned),

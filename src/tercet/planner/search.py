@@ -211,14 +211,15 @@ def with_zero(strategy: Strategy, zero: int) -> Strategy:
 
 def strategies(section: StrategySection, ranks: int, work: Work, frozen: bool = False) -> Iterator[Strategy]:
     """Yield every strategy of today's engines that the section leaves open; `frozen`: adapters alone are trained."""
-    deepspeed = section.engine == "deepspeed"
-    if ranks == 1 and not deepspeed:  # DeepSpeed's offload needs a stage on one rank too
+    deepspeed, host = section.engine == "deepspeed", section.engine == "host"
+    if host or (ranks == 1 and not deepspeed):  # DeepSpeed's offload needs a stage on one rank too
         zeros = [0]
     else:
         replicas = section.data != "auto"  # whole copies, as many as asked for
         zeros = [section.zero] if section.zero != "auto" else [0] if replicas else [0, 3] if frozen else [0, 1, 2, 3]
     data_ranks = max(1, ranks // (section.pipeline * section.context * section.tensor))
-    recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    levels: list[Recompute] = ["full"] if host else ["none", "selective", "full"]
+    recomputes: list[Recompute] = levels if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(data_ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
         # zero 2 that reduces once per step holds and sends what zero 1 does: one line of the table is enough.
@@ -270,7 +271,8 @@ OPEN_FOR_OFFLOAD = {
 def offloaded(
     section: StrategySection, ranks: int, work: Work, deepspeed: bool, files: bool = False
 ) -> Iterator[Strategy]:
-    """Yield the strategies with the optimizer, or the weights too, in host memory. Native's hold both or neither.
+    """Yield the strategies with the optimizer, or the weights too, in host memory. Native's hold both or neither; `host`
+    holds everything there.
 
     `files`: also those with them in files on NVMe, which is DeepSpeed's zero 3 alone.
     """
@@ -278,12 +280,14 @@ def offloaded(
     recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     kinds = [("native", z, "cpu", "none") for z in (zeros if ranks > 1 else [0])]
+    if section.recompute in ("auto", "full"):
+        kinds.append(("host", 0, "none", "none"))
     if deepspeed:
         kinds += [("deepspeed", z, "cpu", w) for z in zeros for w in (("none",), ("none", "cpu"))[z == 3]]
     if files and 3 in zeros:
         kinds += [("deepspeed", 3, "nvme", w) for w in ("none", "nvme")]
     for engine, zero, optimizer, weights in kinds:
-        for recompute in recomputes:
+        for recompute in recomputes if engine != "host" else ("full",):
             for micro in micros:
                 yield Strategy(
                     engine=engine,

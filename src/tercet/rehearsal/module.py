@@ -35,6 +35,11 @@ class Event:
             self._device.timeline.host_waits(self._mark)
             self._device.settle()
 
+    @property
+    def seconds(self) -> float:
+        """When what it stands for ends, on the simulated clock."""
+        return self._mark.seconds if self._mark is not None else 0.0
+
     def elapsed_time(self, end: Event) -> float:
         assert self._mark is not None and end._mark is not None
         return 1000 * (end._mark.seconds - self._mark.seconds)
@@ -121,6 +126,11 @@ def synchronize(device: Any = None) -> None:
     owner.counts.host_waits["synchronize"] += 1
     owner.timeline.host_waits_for_all()
     owner.settle()
+
+
+def host_register(memory: torch.Tensor) -> None:
+    """Pin host memory where it lies."""
+    simulation().pin(memory)
 
 
 def is_available() -> bool:

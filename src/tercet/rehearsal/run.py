@@ -18,12 +18,15 @@ from tercet.data.loader import Batch
 from tercet.engine import Engine, EngineSetup, open_engine
 from tercet.engine.shards import copied
 from tercet.errors import NotLegalError
+from tercet.parallel.jobs import Jobs
 from tercet.parallel.world import World
 from tercet.planner.clock import bus, rates
 from tercet.planner.constants import CONTEXT_BYTES, Constants, load_for
+from tercet.planner.host import host_rates
 from tercet.planner.job import of_strategy
 from tercet.rehearsal.cost import Rates
 from tercet.rehearsal.device import Counts, Device, Simulation
+from tercet.rehearsal.host_work import HostWork
 from tercet.rehearsal.install import cards
 from tercet.rehearsal.recorder import BUCKETS, Recorder, busy, exposed, trace
 from tercet.spec.families import describe
@@ -37,6 +40,18 @@ from tercet.spec.strategy import Strategy, Work
 @dataclass(frozen=True)
 class LoneWorld(World):
     """Rank 0 of several that are not there: what it would hear from the others is what it says itself."""
+
+    host_work: HostWork | None = None
+
+    @property
+    def host(self) -> torch.device:
+        return torch.device("meta")
+
+    def jobs(self) -> Jobs:
+        return self.host_work or Jobs()
+
+    def partners(self) -> None:
+        return None
 
     def sum(self, values: Tensor, over: tuple[str, ...] = AXES) -> Tensor:
         return values
@@ -112,8 +127,8 @@ def rehearse(
     "reserved_bytes", "peak": …, "host": …, "step": …, "save": …, "timeline": …}; what was not reached is missing.
     The trace is in the Trace Event Format (rehearsal/recorder.py).
     """
-    if strategy.engine != "native":
-        raise NotLegalError([f"strategy.engine: {strategy.engine} cannot be rehearsed; the native engine can"])
+    if strategy.engine not in ("native", "host"):
+        raise NotLegalError([f"strategy.engine: {strategy.engine} cannot be rehearsed; native and host can"])
     model, work = describe(recipe.model), Work.of(recipe)
     faults = faults or Faults()
     figures = rates_of(machine, strategy, work, load_for(machine)).slowed(faults.slow)
@@ -121,12 +136,13 @@ def rehearse(
     simulated = Simulation(capacity_bytes=machine.card.memory_bytes - CONTEXT_BYTES, rates=figures, shapes=True)
     simulated.ranks = strategy.ranks
     device = simulated.device
+    host_work = HostWork(device.timeline, *host_rates(machine, load_for(machine), strategy.ranks))
     device.fail_at, device.lost_at, device.fail_copy = faults.oom, faults.lost, faults.copy
     found: dict[str, Any] = {"fits": True, "out_of_memory": None, "failed": None}
     traced = None
     with cards(simulated), _alone(strategy.ranks):
         try:
-            traced = _play(recipe, strategy, work, model, simulated, found)
+            traced = _play(recipe, strategy, work, model, simulated, found, host_work)
         except torch.OutOfMemoryError as error:
             found |= {"fits": False, "out_of_memory": str(error)}
         except RuntimeError as error:
@@ -154,11 +170,17 @@ class _alone:
 
 
 def _play(
-    recipe: Recipe, strategy: Strategy, work: Work, model: Model, simulated: Simulation, found: dict[str, Any]
+    recipe: Recipe,
+    strategy: Strategy,
+    work: Work,
+    model: Model,
+    simulated: Simulation,
+    found: dict[str, Any],
+    host_work: HostWork,
 ) -> dict[str, Any]:
     """Put into `found` what is known as it becomes known; return the counted step's trace."""
     device = simulated.device
-    world = LoneWorld(0, strategy.ranks, 0, torch.device("card", 0))
+    world = LoneWorld(0, strategy.ranks, 0, torch.device("card", 0), host_work=host_work)
     device.row = "weights"
     precision, seed = recipe.train.precision, recipe.train.seed
     engine = open_engine(EngineSetup(model, strategy, recipe.optim, precision, world, seed, weights=Blank(model)))
@@ -196,7 +218,8 @@ def _play(
 def _save(engine: Engine, device: Device) -> dict[str, Any]:
     """Return what the copies of a save take: all of this rank's state, one tensor after another."""
     begin, device.counts = _now(device), Counts()
-    nbytes = sum(copied(tensor).nbytes for _, tensor, _ in engine._saved_rows())  # type: ignore[attr-defined]
+    rows = [tensor for _, tensor, _ in engine._saved_rows()]  # type: ignore[attr-defined]
+    nbytes = sum(tensor.nbytes if tensor.is_meta else copied(tensor).nbytes for tensor in rows)  # the host's: no copy
     return {"bytes": nbytes, "copied_from_card_bytes": device.counts.bytes_to_host, "seconds": _now(device) - begin}
 
 

@@ -12,7 +12,7 @@ from tercet.spec.recipe.sections import Recipe
 BUILT: dict[str, tuple[Any, ...]] = {
     "adapter.kind": ("none",),
     "adapter.quantize": ("none",),
-    "strategy.engine": ("native", "deepspeed"),
+    "strategy.engine": ("native", "deepspeed", "host"),
     "strategy.tensor": (1,),
     "strategy.pipeline": (1,),
     "strategy.expert": (1,),
