@@ -22,7 +22,9 @@ def cell(model: str, gpus: str, host_ram: str) -> tuple[str, float]:
     if not fits:
         return "no", 0.0
     places = {"none": "cards", "cpu": "cards + RAM", "nvme": "cards + NVMe"}
-    return places[fits[0]["strategy"]["offload_optimizer"]], fits[0]["tokens_per_second"]
+    chosen = fits[0]["strategy"]
+    where = "cpu" if chosen["engine"] == "host" else chosen["offload_optimizer"]
+    return places[where], fits[0]["tokens_per_second"]
 
 
 def shown(where: str, speed: float) -> str:
