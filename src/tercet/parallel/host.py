@@ -458,7 +458,8 @@ class HostInputs(Inputs):
             return
         place = self._places[block, n]
         x = torch.empty(place.shape, dtype=place.dtype, device=self._world.device)
-        self._into.await_on_side(self._written[block, n])
+        if (written := self._written[block, n]) is not None:
+            written.synchronize()  # long since: it was written in forward, and what ends the step is queued behind it
         self._coming[block, n] = (x, self._into.copy(x, place, self._into.now()))
 
     def held(self) -> list[Tensor]:

@@ -29,11 +29,6 @@ class Copier:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    def await_on_side(self, event: Any) -> None:
-        """Let the next copy of this stream run after `event`."""
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-
     def await_here(self, event: Any) -> None:
         """Let what is queued next on the computing stream run after `event`; the host does not wait."""
         if self._module is not None and event is not None:
