@@ -99,7 +99,7 @@ def test_the_commands_that_only_look_say_what_the_guide_says(cli):
         if words[:2] in (["tercet", "plan"], ["tercet", "doctor"]):
             said[" ".join(words[1:])] = run(cli, words, code)
     (plan,) = (text for key, text in said.items() if key.startswith("plan three-4090-llama"))
-    card = float(re.search(r"deepspeed-zero3 +4 x 1 +([\d.]+)", plan)[1])
+    card = float(re.search(r"deepspeed-zero3 +([\d.]+)", plan)[1])
     assert 14 < card < 18 and "links" in plan
     (refused,) = (text for key, text in said.items() if key.endswith("64GB"))
     assert "host RAM" in refused
