@@ -1,4 +1,4 @@
-"""The native engine: PyTorch, one process or many. Order of what is applied: recompute -> shard -> compile."""
+"""The native engine: PyTorch, one process or many. Order of what is applied: compile -> recompute -> shard."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tercet.model.decoder import Decoder, initial_tensor
 from tercet.model.through_transformers import ThroughTransformers, check_documents
 from tercet.parallel.data import Replicated, pinned
 from tercet.parallel.layout import Layout
+from tercet.parallel.offload import InputsOnHost
 from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
@@ -34,6 +35,7 @@ from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.mesh import SAME_TOKENS
 from tercet.spec.model import Tensor as Description
 from tercet.spec.optimizers.adamw import MOMENTS, scale_of
+from tercet.spec.recompute import level_of
 from tercet.spec.strategy import Strategy
 
 
@@ -46,6 +48,7 @@ class NativeEngine(EngineBase):
         super().__init__(setup)
         self._clip = math.inf if setup.optim.clip == "none" else setup.optim.clip
         self._precision = PRECISIONS[setup.precision]
+        self._inputs = InputsOnHost(self.world.device) if setup.strategy.offload_activations != "none" else None
         self._scaler = LossScale() if setup.precision == "fp16" else None
         self._schedule = schedule_of(setup.strategy)
         self._evaluating = False
@@ -98,15 +101,13 @@ class NativeEngine(EngineBase):
             from tercet.parallel.shard import Sharder
 
             sharder = Sharder(self.world, self._precision, strategy)
-        for prefix, layer in module.blocks():
+        for n, (prefix, layer) in enumerate(module.blocks()):
             fill_parameters(layer, prefix, value_of)
-            recompute(layer, strategy.recompute)
+            if strategy.compile:
+                _compile(layer)
+            recompute(layer, level_of(strategy.recompute, n), self._inputs)
             if sharder is not None:
                 sharder.shard(layer)
-            if strategy.compile:
-                # Document borders differ from batch to batch: compiled in, each would be compiled anew.
-                layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
-                layer.compile(dynamic=False)
         fill_parameters(module, "", value_of)
         make_buffers(module, self.world.device)
         if sharder is not None:
@@ -175,6 +176,8 @@ class NativeEngine(EngineBase):
     def _run(self, micro_batches: Sequence[MicroBatch], weight: float, seed: Callable[[int], None]) -> Tensor:
         """Run forward and backward of a step; its gradients are then complete. Returns this rank's summed loss."""
         self.layout.begin_step()
+        if self._inputs is not None:
+            self._inputs.begin()
         self.module.train()
         work = StepWork(
             self.module,
@@ -336,5 +339,14 @@ class NativeEngine(EngineBase):
         rows["states" if self.layout.on_host else "optimizer"] += [
             t for p in self.layout.parts for t in self.optimizer.state[p.value].values()
         ]
+        if self._inputs is not None:
+            rows.setdefault("pinned", []).extend(self._inputs.held())
         counted: set[int] = set()
         return {row: sum(once_each(tensors, counted)) for row, tensors in rows.items()}
+
+
+def _compile(layer: Any) -> None:
+    """Compile a block's forward, attention aside: document borders differ from batch to batch, and compiled in, each
+    would be compiled anew. What recomputes and what shards lies outside, so both see one operation."""
+    layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
+    layer.forward = torch.compile(layer.forward, dynamic=False)

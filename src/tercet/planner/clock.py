@@ -17,6 +17,7 @@ from tercet.spec.axes.traffic import Collective
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.machine import Machine
+from tercet.spec.recompute import levels
 
 ROWS: tuple[str, ...] = (
     "matmul",
@@ -162,7 +163,7 @@ def micro_batch(counts: Counts, job: Job, speed: Rates, c: Constants) -> dict[st
 
 
 def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants) -> dict[str, float]:
-    tokens, again = job.tokens, {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}[job.recompute]
+    tokens, again = job.tokens, _again(job, kind, {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0})
     matmul = dequantize = 0.0
     for m in kind.matmuls:
         one = _matmul(m, tokens, job, speed, c)
@@ -182,9 +183,15 @@ def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants
     numbers = kind.whole.elementwise
     size = job.activation_bytes / 2
     moved = tokens * (2 * NORM_BYTES[job.kernels] * counts.model.width + CHAIN_BYTES[job.kernels] * numbers) * size
-    remade = 1.0 if job.recompute != "none" else 0.0
+    remade = _again(job, kind, {"none": 0.0})
     elementwise = moved * (1 + remade + ELEMENTWISE_BACKWARD) / speed.memory
     return {"matmul": matmul, "attention": attention, "elementwise": elementwise, "dequantize": dequantize}
+
+
+def _again(job: Job, kind: LayerKind, share: dict[str, float]) -> float:
+    """Return how much of a forward is run again, over a kind's layers; `share` by level, 1 where it says nothing."""
+    each = levels(job.recompute, kind.numbers)
+    return sum(n * share.get(level, 1.0) for level, n in each.items()) / kind.count
 
 
 def _matmul(m: Matmul, tokens: int, job: Job, speed: Rates, c: Constants) -> float:
@@ -213,7 +220,7 @@ def _kernels(kind: LayerKind, job: Job) -> float:
     forward += ADAPTER_KERNELS * sum(m.adapter_rank > 0 for m in kind.matmuls)
     if job.quantized:
         forward += 3 * len(kind.matmuls)
-    again = 0.0 if job.recompute == "none" else 1.0
+    again = _again(job, kind, {"none": 0.0})
     return forward * (1 + again + BACKWARD_KERNELS)
 
 
@@ -359,7 +366,7 @@ def host_seconds(counts: Counts, job: Job, speed: Rates, machine: Machine, c: Co
     if "states" in job.offload:
         moved += 2 * (job.state_bytes + job.master_bytes) * own  # moments visit the card for the update
     if "activations" in job.offload:
-        moved += 2 * job.accumulation * counts.blocks * job.tokens * counts.model.width * job.activation_bytes
+        moved += 2 * job.accumulation * counts.entries * job.tokens * job.activation_bytes
     return moved / speed.host
 
 

@@ -14,6 +14,7 @@ from tercet.planner.job import Job, of_strategy
 from tercet.spec.blocks.cost import Kept
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
+from tercet.spec.recompute import levels
 from tercet.spec.saving import PIECE_BYTES, copies_fit
 from tercet.spec.strategy import Strategy, Work
 
@@ -129,7 +130,7 @@ def layer_ends(counts: Counts, job: Job) -> float:
 def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True) -> dict[str, float]:
     """Return activations, logits and buffers at their highest: when backward begins."""
     scale = 1.0 if job.kernels in ("native", "fused") else constants.activation_scale
-    kept = scale * sum(k.count * layer_bytes(counts, k, job, job.recompute, on_gpu) for k in counts.kinds) * job.tokens
+    kept = scale * sum(_kind_bytes(counts, k, job, on_gpu) for k in counts.kinds) * job.tokens
     kept /= job.tensor * job.pipeline
     if job.pipeline > 1:
         # 1F1B keeps as many micro-batches as there are stages (arXiv 2104.04473).
@@ -154,6 +155,12 @@ def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True)
         "logits": logits,
         "buffers": max(max(at) - logits, 0.0),
     }
+
+
+def _kind_bytes(counts: Counts, kind: LayerKind, job: Job, on_gpu: bool) -> float:
+    """Return what all layers of a kind keep per token, each at its own level of recomputation."""
+    each = levels(job.recompute, kind.numbers).items()
+    return sum(n * layer_bytes(counts, kind, job, level, on_gpu) for level, n in each)
 
 
 def layer_bytes(counts: Counts, kind: LayerKind, job: Job, recompute: str, on_gpu: bool = True) -> float:
@@ -342,7 +349,7 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | 
     elsewhere = away_from_cards(counts, job)
     residuals = 0.0
     if "activations" in job.offload:
-        residuals = counts.blocks * job.tokens * counts.model.width * job.activation_bytes * job.ranks
+        residuals = counts.entries * job.tokens * job.activation_bytes * job.ranks
     # Copies pass through pinned memory: gradients on their way to the host's optimizer (fp32), fetched weights.
     # PyTorch rounds a pinned block up to a power of two: between nothing and as much again, half on average.
     rounded = "weights" in job.offload - job.nvme and not machine_is_cpu

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
 from tercet.planner.clock import clock, collectives, step_seconds
 from tercet.planner.constants import Constants, about
@@ -20,7 +20,8 @@ from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Recompute, Strategy, Work
 
 LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
-LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
+LEVELS = get_args(Recompute)  # least to most
+SEARCHED: list[Recompute] = ["none", "selective", "every-3", "every-2", "full"]
 HOST_STEP = 4 * 2**30  # host memory that is no reason to take another strategy
 UNMEASURED_MICRO_TOKENS = 8192  # where no speed is known, about where CPUs stop gaining
 
@@ -53,7 +54,7 @@ class Candidate:
     def group(self) -> tuple[Any, ...]:
         """What makes two candidates one line of the table: all but micro-batch."""
         s = self.strategy
-        offload = (s.offload_optimizer, s.offload_weights)
+        offload = (s.offload_optimizer, s.offload_weights, s.offload_activations)
         return s.engine, s.zero, s.recompute, s.reduce_gradients, s.compile, offload
 
     def order(self) -> tuple[Any, ...]:
@@ -218,7 +219,7 @@ def strategies(section: StrategySection, ranks: int, work: Work, frozen: bool = 
         replicas = section.data != "auto"  # whole copies, as many as asked for
         zeros = [section.zero] if section.zero != "auto" else [0] if replicas else [0, 3] if frozen else [0, 1, 2, 3]
     data_ranks = max(1, ranks // (section.pipeline * section.context * section.tensor))
-    levels: list[Recompute] = ["full"] if host else ["none", "selective", "full"]
+    levels: list[Recompute] = ["full"] if host else SEARCHED
     recomputes: list[Recompute] = levels if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(data_ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     for zero in zeros:
@@ -277,7 +278,7 @@ def offloaded(
     `files`: also those with them in files on NVMe, which is DeepSpeed's zero 3 alone.
     """
     zeros = [2, 3] if section.zero == "auto" else [z for z in (section.zero,) if z in (2, 3)]
-    recomputes: list[Recompute] = ["none", "selective", "full"] if section.recompute == "auto" else [section.recompute]
+    recomputes: list[Recompute] = SEARCHED if section.recompute == "auto" else [section.recompute]
     micros = micro_batches(ranks, work) if section.micro_batch == "auto" else [section.micro_batch]
     kinds = [("native", z, "cpu", "none") for z in (zeros if ranks > 1 else [0])]
     if section.recompute in ("auto", "full"):
@@ -299,6 +300,17 @@ def offloaded(
                     offload_optimizer=optimizer,
                     offload_weights=weights,
                 )
+    yield from _inputs_away(section, ranks, micros)
+
+
+def _inputs_away(section: StrategySection, ranks: int, micros: list[int]) -> Iterator[Strategy]:
+    """Yield the native strategies whose blocks' inputs wait on the host, the optimizer's state there or not."""
+    if section.recompute not in ("auto", "full"):
+        return
+    zeros = ([3] if section.zero == "auto" else [section.zero]) if ranks > 1 else [0]
+    for zero, optimizer, micro in product(zeros, ("none", "cpu"), micros):
+        plain = Strategy(ranks=ranks, micro_batch=micro, recompute="full")
+        yield replace(with_zero(plain, zero), offload_optimizer=optimizer, offload_activations="cpu")
 
 
 def micro_batches(data_ranks: int, work: Work) -> list[int]:

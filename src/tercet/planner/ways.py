@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from tercet.planner.legal import refusals
-from tercet.planner.search import LEVELS, Candidate, Search, offloaded, strategies, with_zero
+from tercet.planner.search import LEVELS, SEARCHED, Candidate, Search, offloaded, strategies, with_zero
 from tercet.spec.counts import Counts
 from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Strategy, Work
@@ -84,7 +84,7 @@ def way_for(search: Search, candidate: Candidate) -> Way | None:
 def _variants(own: Strategy) -> Iterator[Strategy]:
     """Yield the strategy with changes in what saves memory, fewest and mildest first."""
     zeros = range(own.zero, 4) if own.ranks > 1 or own.engine == "deepspeed" else [own.zero]
-    levels = LEVELS[LEVELS.index(own.recompute) :]
+    levels = [r for r in LEVELS[LEVELS.index(own.recompute) :] if r in (own.recompute, *SEARCHED)]
     away = [(own.offload_optimizer, own.offload_weights)]
     if own.offload_optimizer == "none":
         away.append(("cpu", own.offload_weights))

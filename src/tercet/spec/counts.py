@@ -19,7 +19,7 @@ class LayerKind:
     """A layer or a further prediction, and how many of the model's are exactly like it."""
 
     layer: Layer | MTP
-    count: int
+    numbers: tuple[int, ...]  # which blocks of the model these are, further predictions last
     matmuls: tuple[Matmul, ...]
     attention: Kept
     feedforward: Kept
@@ -31,6 +31,10 @@ class LayerKind:
     window: int | None
     parameters: int
     tensors: tuple[Tensor, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
 
 
 class Counts:
@@ -44,13 +48,13 @@ class Counts:
         self._placed: dict[Rules, dict[tuple[Row, Place, bool], float]] = {}
         self.blocks = len(model.layers) + len(model.mtp)
 
-    def _kind(self, layer: Layer | MTP, count: int) -> LayerKind:
+    def _kind(self, layer: Layer | MTP, numbers: tuple[int, ...]) -> LayerKind:
         width = self.model.width
         score, value = layer.attention.attention_widths
         tensors = layer.tensors("", width)
         return LayerKind(
             layer=layer,
-            count=count,
+            numbers=numbers,
             matmuls=layer.matmuls(width),
             attention=layer.attention.kept(width),
             feedforward=layer.feedforward.kept(width),
@@ -69,6 +73,11 @@ class Counts:
         """Return (tensor, how often): the layers' tensors once per kind, then those outside the layers."""
         inside = [(t, k.count) for k in self.kinds for t in k.tensors]
         return (*inside, *((t, 1) for t in self.outside))
+
+    @cached_property
+    def entries(self) -> int:
+        """Return the numbers per token that go into all blocks."""
+        return sum(k.entries * k.count for k in self.kinds)
 
     @cached_property
     def outside(self) -> tuple[Tensor, ...]:
@@ -149,13 +158,13 @@ class Counts:
         return self._buckets[bytes_per_element]
 
 
-def _grouped(layers: tuple[Layer | MTP, ...]) -> list[tuple[Layer | MTP, int]]:
-    found: list[tuple[Layer | MTP, int]] = []
-    for layer in layers:
-        for n, (known, count) in enumerate(found):
+def _grouped(layers: tuple[Layer | MTP, ...]) -> list[tuple[Layer | MTP, tuple[int, ...]]]:
+    found: list[tuple[Layer | MTP, tuple[int, ...]]] = []
+    for number, layer in enumerate(layers):
+        for n, (known, numbers) in enumerate(found):
             if known is layer or known == layer:
-                found[n] = (known, count + 1)
+                found[n] = (known, (*numbers, number))
                 break
         else:
-            found.append((layer, 1))
+            found.append((layer, (number,)))
     return found

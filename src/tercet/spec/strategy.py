@@ -13,7 +13,7 @@ from tercet.spec.mesh import Mesh
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe, StrategySection, unbuilt
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "every-8", "every-6", "every-4", "every-3", "every-2", "full"]
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,10 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
         micro = ceil(rows / ceil(rows / cap))
     else:
         micro = section.micro_batch
+    # Without the planner nothing is recomputed unasked, but where the offload or the engine asks for it.
+    asks = section.offload.activations != "none" or section.engine == "host"
+    unasked: Recompute = "full" if asks else "none"
+    recompute = unasked if section.recompute == "auto" else section.recompute
     reduce = section.reduce_gradients
     if reduce == "auto":
         reduce = "every_micro_batch" if zero >= 2 else "once_per_step"
@@ -184,9 +188,7 @@ def resolve(section: StrategySection, ranks: int, work: Work, micro_batch_tokens
         expert=section.expert,
         context=section.context,
         micro_batch=micro,
-        recompute=("full" if section.engine == "host" else "none")
-        if section.recompute == "auto"
-        else section.recompute,
+        recompute=recompute,
         reduce_gradients=reduce,
         offload_optimizer=section.offload.optimizer,
         offload_weights=section.offload.weights,
@@ -226,10 +228,15 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
             f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens "
             "(model.context_tokens)"
         )
-    if strategy.compile and strategy.recompute != "none" and strategy.engine != "host":
+    if strategy.compile and strategy.recompute == "selective":
         why.append(
-            f"strategy.compile: true with recompute {strategy.recompute}: layers that are computed again are not compiled; "
-            "use strategy.recompute=none, or leave strategy.compile out"
+            "strategy.compile: true with recompute selective: inside a compiled block no operator can be kept by name; use "
+            "recompute none, full or every-n, or leave strategy.compile out"
+        )
+    if strategy.offload_activations != "none" and (strategy.recompute != "full" or strategy.engine != "native"):
+        why.append(
+            "strategy.offload.activations: cpu moves the blocks' inputs, which the native engine with recompute full keeps "
+            "alone; add strategy.recompute=full"
         )
     if model.module != "tercet":
         why += _why_not_through_transformers(strategy)
@@ -260,7 +267,7 @@ def _why_not_through_transformers(strategy: Strategy | StrategySection) -> list[
     refused = {
         "engine": strategy.engine != "native",
         "compile": strategy.compile,
-        "recompute": strategy.recompute == "selective",
+        "recompute": strategy.recompute not in ("none", "full", "auto"),
     }
     return [
         f"strategy.{key}: {str(getattr(strategy, key)).lower()} is not built for model.module=transformers; single, ddp "

@@ -42,6 +42,7 @@ from tercet.parallel.world import World
 from tercet.spec.mesh import TOKENS
 from tercet.spec.optimizers.adamw import MOMENTS
 from tercet.spec.recipe import OptimSection
+from tercet.spec.recompute import level_of
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -108,8 +109,8 @@ class DeepSpeedEngine(EngineBase):
                 init = zero_init(ds, self._compute, module=piece, config_dict_or_path=self.config, param_swapper=files)
                 files = init.param_swapper
 
-        for name, layer in module.model.layers.items():
-            recompute(layer, self.strategy.recompute)
+        for n, (name, layer) in enumerate(module.model.layers.items()):
+            recompute(layer, level_of(self.strategy.recompute, n))
             fill(layer, f"model.layers.{name}.")
         fill(module, "")
         make_buffers(module, self.world.device)

@@ -17,7 +17,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "strategy.pipeline": (1,),
     "strategy.expert": (1,),
     "strategy.context": (1,),
-    "strategy.offload.activations": ("none",),
     "train.precision": ("bf16", "fp32", "fp16", "bf16-pure"),
 }
 

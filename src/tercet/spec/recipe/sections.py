@@ -227,6 +227,7 @@ ADDED_WORDS: dict[str, tuple[str, str]] = {
     "once": ("reduce_gradients", "once_per_step"),
     "selective": ("recompute", "selective"),
     "full": ("recompute", "full"),
+    **{f"every-{n}": ("recompute", f"every-{n}") for n in (2, 3, 4, 6, 8)},
     "compile": ("compile", "true"),
 }
 _ADDED = re.compile(r"(optimizer|weights|activations)-(cpu|nvme)|(tensor|pipeline|expert|context)-(\d+)")
@@ -249,7 +250,12 @@ class StrategySection(Section):
     expert: Annotated[Count, Field(ge=1)] = 1
     context: Annotated[Count, Field(ge=1)] = 1
     micro_batch: Annotated[Count, Field(ge=1)] | Auto = "auto"
-    recompute: Literal["none", "selective", "full", "auto"] = "auto"
+    recompute: Literal["none", "selective", "full", "every-2", "every-3", "every-4", "every-6", "every-8", "auto"] = (
+        Field(
+            default="auto",
+            description="what backward computes again: nothing, all but matmuls and attention, all, or all of every n-th block",
+        )
+    )
     reduce_gradients: Literal["every_micro_batch", "once_per_step", "auto"] = Field(
         default="auto", description="zero 2 and 3: once_per_step saves communication and holds the gradients whole"
     )
