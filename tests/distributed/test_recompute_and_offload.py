@@ -177,11 +177,11 @@ def _unordered(self: InputsOnHost, away: Any) -> None:
 
 
 def test_on_a_card_copies_are_ordered_and_change_nothing(process: Ranks):
-    ((plain, moved, _), (away, more, _)) = process.run(on_card, False)[0]
+    ((plain, moved, _), (away, more, _)) = process.run(on_card, False, limit=200)[0]
     assert away == plain
     assert more - moved == 3 * 5 * 2 * 16 * 32 * 2  # micro-batches, blocks, rows, tokens, width, bytes
     with pytest.raises(AssertionError, match="no event orders"):
-        process.run(on_card, True)
+        process.run(on_card, True, limit=200)
 
 
 def test_what_it_cannot_move_is_refused():
