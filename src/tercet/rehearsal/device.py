@@ -74,7 +74,8 @@ class Device:
         self.held: Counter[str] = Counter()
         self.peak = Peak()
         self.operator, self.number, self.copies = "", 0, 0
-        self.owed: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host: (lane, count, what happens then)
+        # Copies to the host: (lane, count, what happens then, where the host's memory begins).
+        self.owed: list[tuple[int, int, Callable[[], Any], int]] = []
         self.works: set[Any] = set()  # collectives that nobody has waited for
         self.fail_at: int | None = None  # number of the operator that finds no memory
         self.lost_at: int | None = None  # number of the operator at which the card is gone
@@ -133,11 +134,11 @@ class Device:
     def settle(self) -> None:
         """Let the copies to the host happen that the host has waited for."""
         known, later = self.timeline.host_known, []
-        for lane, count, copy in self.owed:
+        for lane, count, copy, place in self.owed:
             if known.get(lane, 0) >= count:
                 copy()
             else:
-                later.append((lane, count, copy))
+                later.append((lane, count, copy, place))
         self.owed = later
 
     def count_operator(self, name: str) -> None:

@@ -7,6 +7,7 @@ early, or changes a pinned buffer too early, gets wrong numbers here as it would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -88,9 +89,21 @@ def _from_host(device: Device, target: Card, source: Tensor, asked_non_blocking:
         return
     raw = target._raw
     if lazy:
-        target._memory.pending.append(partial(raw.copy_, source))
+        target._memory.pending.append(partial(_arrive, _on_their_way(device, source), raw, source))
     else:
         raw.copy_(source)
+
+
+def _on_their_way(device: Device, host: Tensor) -> list[Callable[[], Any]]:
+    """Return the copies into this host memory that the current stream has ordered before what comes on it now."""
+    place, lane = host.untyped_storage().data_ptr(), device.timeline.current
+    return [copy for number, _, copy, where in device.owed if number == lane and where == place]
+
+
+def _arrive(first: list[Callable[[], Any]], raw: Tensor, source: Tensor) -> None:
+    for copy in first:
+        copy()
+    raw.copy_(source)
 
 
 def _to_host(source: Card, asked_non_blocking: bool, options: dict[str, Any]) -> Tensor:
@@ -121,7 +134,8 @@ def _into_host(source: Card, host: Tensor, asked_non_blocking: bool) -> None:
     value = source._raw.clone()
     host.fill_(float("nan") if host.dtype.is_floating_point else _lowest(host.dtype))
     lane = device.timeline.lanes[device.timeline.current]
-    device.owed.append((lane.number, lane.count, lambda: host.copy_(value)))
+    place = host.untyped_storage().data_ptr()
+    device.owed.append((lane.number, lane.count, lambda: host.copy_(value), place))
 
 
 def _lowest(dtype: torch.dtype) -> int:
