@@ -180,7 +180,8 @@ def test_on_a_card_copies_are_ordered_and_change_nothing(process: Ranks):
     ((plain, moved, _), (away, more, _)) = process.run(on_card, False, limit=200)[0]
     assert away == plain
     assert more - moved == 3 * 5 * 2 * 16 * 32 * 2  # micro-batches, blocks, rows, tokens, width, bytes
-    with pytest.raises(AssertionError, match="no event orders"):
+    # Raised inside backward, on a thread of autograd's: it may take the process with it.
+    with pytest.raises(AssertionError, match=r"no event orders|rank 0 ended"):
         process.run(on_card, True, limit=200)
 
 
