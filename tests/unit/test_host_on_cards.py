@@ -122,8 +122,8 @@ def test_bytes_each_way_are_those_of_the_plan(ran: Any, kind: str, micro: int, p
     integers = 3 * 8 * 16 * rows
     gates = 8 * 8 * 2 * (len(model.layers) + len(model.mtp)) if kind == "deepseek" else 0  # experts' shares and biases
     assert planned.to_card + integers <= to_card <= planned.to_card + 2.5 * integers + gates + 16 * 64
-    assert planned.to_host <= to_host <= planned.to_host + 8 * (1 + 8 * len(model.layers))
-    assert planned.to_host > 10 * 8 * (1 + 8 * len(model.layers))  # so the bound says something
+    # The gates' counts come down and their biases are read in every layer: small beside one block's gradient.
+    assert planned.to_host <= to_host <= planned.to_host + 4 * gates + 64 < planned.to_host * 1.02 + 4 * gates
 
 
 @pytest.mark.parametrize(("kind", "micro"), KINDS)
