@@ -21,6 +21,8 @@ from tercet.spec.recipe import (
     shipped_recipes,
 )
 from tercet.spec.strategy import not_built
+from tercet.spec.trained import trained_model
+from tercet.training.preflight import require_base
 
 SIZES = {"layers": "2", "width": "32", "heads": "2", "ffn": "48", "vocabulary": "67", "context_tokens": "64"}
 SOURCE = "[{path: notes.txt, KEY}]"
@@ -50,6 +52,8 @@ IDLE = {
     "adapter.dropout": ["adapter.dropout=0.1"],
     "adapter.targets": ["adapter.targets=[q_proj]"],
     "adapter.quantize": ["adapter.quantize=nf4"],
+    "adapter.rslora": ["adapter.rslora=true"],
+    "adapter.modules_to_save": ["adapter.modules_to_save=[lm_head]"],
     "data.train.weight": ["data.train=" + SOURCE.replace("KEY", "weight: 2")],
     "data.train.map": ["data.train=" + SOURCE.replace("KEY", "map: {text: body}")],
     "data.temperature": ["data.temperature=2"],
@@ -128,6 +132,7 @@ ALWAYS = (
     "train.epochs",
     "train.precision",
     "train.seed",
+    "train.freeze",
     "train.sample_prompts",
     "train.nonfinite",
     "train.collective_timeout_seconds",
@@ -150,7 +155,8 @@ def accept(recipe: Recipe) -> None:
     """All that plan and train ask before anything runs, but for what needs a machine."""
     if why := not_built(recipe):
         raise InputError("; ".join(why))
-    refuse_idle_for(recipe, describe(recipe.model))
+    require_base(recipe)
+    refuse_idle_for(recipe, trained_model(recipe))
     find_all(recipe.data)
 
 
@@ -290,7 +296,7 @@ def test_the_schema_offers_nothing_that_is_always_refused(tree):
         "strategy.offload.optimizer": ["strategy=deepspeed-zero3"], "strategy.offload.weights": ["strategy=deepspeed-zero3"],
         "train.precision": ["strategy=deepspeed-zero3"], "model.module": ["model.path=x"],
         "model.init": ["model.path=x"],
-        "adapter.quantize": ["adapter.kind=none"],
+        "adapter.quantize": ["adapter.kind=lora"],
     }  # fmt: skip
     choices = offered(schema, schema)
     assert {"strategy", "strategy.engine", "strategy.tensor", "train.precision", "adapter.kind"} <= choices.keys()
@@ -300,7 +306,7 @@ def test_the_schema_offers_nothing_that_is_always_refused(tree):
                 continue
             recipe = build_recipe(json.loads(json.dumps(tree)), [*beside.get(key, ()), f"{key}={value}"])
             assert not not_built(recipe), (key, value)
-    never = ("host", "fp8", "bf16-pure", "lora", "nf4")
+    never = ("fp8",)
     assert not [w for w in never if f'"{w}"' in json.dumps(schema)]
     for axis in ("tensor", "pipeline", "expert", "context"):
         assert choices[f"strategy.{axis}"] == [1]

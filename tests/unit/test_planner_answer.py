@@ -193,7 +193,7 @@ def test_a_model_folder_is_planned_from_its_config_alone(tmp_path):
     assert found["model"]["layers"] == 2 and found["work"]["sequence_tokens"] == 128
 
 
-def test_adapters_are_answered_whether_or_not_this_version_trains_them():
+def test_adapters_are_answered():
     """torchtune's table for Llama-3.1-8B on one 4090 (bench/measurements.json): full 18.9, LoRA 16.2, QLoRA 7.4 GB."""
     keys = ["strategy.micro_batch=2", "strategy.recompute=full", "adapter.rank=8"]
     fixed: dict[str, Any] = {"gpus": "1x4090", "batch": 2, "sequence": 2048}
@@ -205,11 +205,6 @@ def test_adapters_are_answered_whether_or_not_this_version_trains_them():
     ledgers = [found["strategies"][0]["ledger"] for found in (lora, qlora)]
     assert ledgers[0]["weights"] > 16e9 and ledgers[1]["weights"] < 7e9
     assert all(ledger["gradients"] + ledger["optimizer"] < 1e9 for ledger in ledgers)
-    wanted = build_recipe({"model": "llama-3.1-8b", "data": {"train": "-"}}, ["adapter.kind=lora"])
-    if lora["untrained"]:  # predicted, but no run may start
-        assert "does not train it" in show(lora)
-        with pytest.raises(NotLegalError, match="not built"):
-            choose(wanted, machine_of("1x4090"), 1)
 
 
 def test_a_large_frozen_base_is_shared_by_the_cards():

@@ -13,7 +13,10 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def export(
         folder: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a model folder.")],
-        output: Annotated[str, typer.Option(help="What to write: a folder, or for gguf a file.")],
+        output: Annotated[
+            str | None,
+            typer.Option(help="What to write: a folder, or for gguf a file. Default of --merge: the run's model/."),
+        ] = None,
         format: Annotated[
             Literal["hf", "gguf", "ollama"],
             typer.Option(
@@ -23,6 +26,9 @@ def register(app: typer.Typer) -> None:
         dtype: Annotated[
             Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: hf as trained, gguf fp16.")
         ] = None,
+        merge: Annotated[
+            bool, typer.Option("--merge", help="Of a run with an adapter, or an adapter's folder: base and adapter.")
+        ] = False,
         shard: Annotated[str, typer.Option(help="hf: size of a file at most.")] = "4GB",
         as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
     ) -> None:
@@ -33,6 +39,7 @@ def register(app: typer.Typer) -> None:
         import sys
         from pathlib import Path
 
+        from tercet.errors import InputError
         from tercet.inference.export import export_gguf, export_hf, export_ollama
 
         said: list[str] = []
@@ -41,13 +48,15 @@ def register(app: typer.Typer) -> None:
             said.append(text)
             print(text, file=sys.stderr, flush=True)
 
-        target = Path(output).expanduser()
+        if output is None and not (merge and format == "hf" and (Path(folder) / "recipe.yaml").is_file()):
+            raise InputError("export needs to know what to write", "Give --output FOLDER, or for gguf --output FILE.")
+        target = Path(folder) / "model" if output is None else Path(output).expanduser()
         if format == "hf":
-            written = export_hf(folder, target, dtype, parse_bytes(shard), say)
+            written = export_hf(folder, target, dtype, parse_bytes(shard), say, merge)
         elif format == "ollama":
-            written = export_ollama(folder, target, dtype, say)
+            written = export_ollama(folder, target, dtype, say, merge)
         else:
-            written = export_gguf(folder, target, dtype, say)
+            written = export_gguf(folder, target, dtype, say, merge)
         if as_json:
             import orjson
 

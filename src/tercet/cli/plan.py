@@ -108,7 +108,7 @@ def run(
     if name is not None:
         method = {"lora": ["adapter.kind=lora"], "qlora": ["adapter.kind=lora", "adapter.quantize=nf4"]}
         keys = [*arguments, *method.get(machine["method"] or "", [])]
-        answer["train"] = None if answer.get("untrained") else train_command(name, keys, answer)
+        answer["train"] = train_command(name, keys, answer)
     if as_json:
         import orjson
 

@@ -114,15 +114,15 @@ def write(output: str, found: dict[str, Any], text: str, trace: dict[str, Any] |
 def _strategy(recipe: Any, machine: Any) -> tuple[Any, dict[str, Any]]:
     """Return the planner's choice and its plan; where it says that nothing fits, what the recipe says as it stands."""
     from tercet.planner.answer import choose, predict
-    from tercet.spec.families import describe
     from tercet.spec.strategy import Work, resolve, why_not
+    from tercet.spec.trained import trained_model
 
     try:
         return choose(recipe, machine, machine.ranks)
     except NotLegalError:
         work = Work.of(recipe)
         strategy = resolve(recipe.strategy, machine.ranks if recipe.strategy.data != 1 else 1, work)
-        if why_not(describe(recipe.model), strategy, work):
+        if why_not(trained_model(recipe), strategy, work):
             raise
         return strategy, predict(recipe, strategy, machine)
 

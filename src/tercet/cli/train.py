@@ -143,7 +143,7 @@ def _print_end(folder: str, as_json: bool) -> None:
         error = "" if row["error"] is None else f"  ({row['error']:+.1%})" if row["error"] else "  (exact)"
         typer.echo(f"  {row['what']:22} {predicted:>10}  {show(row['measured']):>10}{error}")
     for name, path in (
-        ("model", run.model),
+        *([("adapter", run.adapter)] if run.adapter.is_dir() else [("model", run.model)]),
         ("checkpoints", run.checkpoints),
         ("report", run.report),
         ("tensorboard", run.tensorboard),

@@ -118,13 +118,14 @@ class EngineBase:
     def _open_saved(self, folder: Path) -> Reader:
         """Return the reader of a save that holds exactly this model's state. Raises InputError for another's."""
         reader = Reader(folder)
-        in_blocks = {f"{scale_of(m)}/{t.name}" for m in MOMENTS for t in self.spec.tensors()} & reader.keys()
+        trained = [t for t in self.spec.tensors() if self.spec.trains(t)]
+        in_blocks = {f"{scale_of(m)}/{t.name}" for m in MOMENTS for t in trained} & reader.keys()
         if in_blocks and not self.reads_blocks:
             raise InputError(
                 f"{folder}: the moments are in eight bits, which only strategy.engine=native reads",
                 "Resume with the native engine.",
             )
-        wanted = {f"{what}/{t.name}" for t in self.spec.tensors() for what in ("weights", *MOMENTS)}
+        wanted = {f"{what}/{t.name}" for t in trained for what in ("weights", *MOMENTS)}
         wanted |= {f"balance/{name}" for name, _ in self.balancer.state()}
         if (found := reader.keys() - in_blocks) != wanted:
             missing, extra = sorted(wanted - found), sorted(found - wanted)

@@ -22,8 +22,10 @@ from tercet.engine.scaling import LossScale
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Part, Provider, Save, on_cards, restored, room_for_copies
+from tercet.model.adapter import adapt, named_parameters, plain_name
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
+from tercet.model.quantized import STORAGE, NF4Linear
 from tercet.model.through_transformers import ThroughTransformers, check_documents
 from tercet.parallel.data import Replicated, pinned
 from tercet.parallel.layout import Layout
@@ -78,22 +80,31 @@ class NativeEngine(EngineBase):
 
         mesh = self.world.mesh
         sharded = mesh.shard > 1
+        packing = {plain_name(f"{name}.weight"): m for name, m in module.named_modules() if isinstance(m, NF4Linear)}
         masters: dict[str, Tensor] | None = {} if strategy.offload_optimizer != "none" and not sharded else None
 
         def value_of(name: str) -> Tensor:
-            t = kinds[name]
-            if weights is None or not sharded:
-                start = self._start(t, weights)
-                if masters is None:
-                    return start.to(self.world.device, self._precision.kept)
+            t = kinds[name := plain_name(name)]
+            trained = self.spec.trains(t)
+            if linear := packing.get(name):
+                return linear.pack(self._start(t, weights).to(self.world.device))
+            # What is frozen is held in the format that computes, and nowhere else.
+            kept = self._precision.kept if trained else self._precision.compute
+            stored = weights if t.kind != "adapter" else None
+            if stored is None or not sharded:
+                start = self._start(t, stored)
+                if masters is None or not trained:
+                    return start.to(self.world.device, kept)
                 # The card never holds the fp32 model, not even now: it gets what computes, tensor by tensor.
                 masters[name] = pinned(start, self.world)
                 return masters[name].to(self.world.device, self._precision.compute, copy=True)
             # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
             # touched, and memory of the host that was never touched is not there.
             begin, end = chunk_rows(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
-            value = torch.empty(t.shape, dtype=self._precision.kept, device=self.world.device)
-            value[begin:end] = weights.rows(name, begin, end)
+            value = torch.empty(t.shape, dtype=kept, device=self.world.device)
+            if not trained and strategy.zero < 3:
+                begin, end = 0, t.shape[0]
+            value[begin:end] = stored.rows(name, begin, end)
             return value
 
         sharder = None
@@ -127,13 +138,18 @@ class NativeEngine(EngineBase):
         if isinstance(self.spec, TransformersModel):
             return ThroughTransformers(self.spec)
         with torch.device("meta"):
-            return Decoder(self.spec)
+            module = Decoder(self.spec)
+        if self.spec.trains_some:
+            adapt(module, self.spec)
+        return module
 
     def _formats(self) -> Iterator[Held]:
         """Yield what is held and in which format. Shards are the masters: what computes is gathered from them."""
         sharded = self.world.mesh.shard > 1 and self.strategy.engine == "native"
-        weights = ((name, p.dtype) for name, p in self.module.named_parameters())
-        yield from held("weight", weights, self._precision.kept if sharded else self._precision.compute)
+        for name, p in named_parameters(self.module):
+            if p.requires_grad or p.dtype != STORAGE:  # packed bytes have the type that carries them
+                wanted = self._precision.kept if sharded and p.requires_grad else self._precision.compute
+                yield from held("weight", [(name, p.dtype)], wanted)
         for part in self.layout.parts:
             state = self.optimizer.state[part.value]
             yield from held("master", [(part.name, part.value.dtype)], self._precision.kept)

@@ -15,15 +15,16 @@ from tercet.data.template import Messages, find_template, render, special_tokens
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError, TercetError
 from tercet.inference.ollama import find_wrapping, modelfile
-from tercet.inference.served import generation_settings
+from tercet.inference.served import generation_settings, require_finished, tokenizer_place
 from tercet.spec.families import describe
 from tercet.spec.families.gguf import reader
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 from tercet.spec.run_folder import RunFolder, read_json
 from tercet.units import show_bytes
+from tercet.weights.adapters import Merged, base_of, describe_place, is_adapter
 from tercet.weights.gguf_writing import CUTS, check_writable, write_gguf
-from tercet.weights.reading import DTYPES, load_model, model_place, open_weights, stored_dtype
+from tercet.weights.reading import DTYPES, load_model, model_place, open_weights, stored_dtype, unmerged
 from tercet.weights.stored import Stored
 from tercet.weights.writing import save_folder
 
@@ -40,10 +41,14 @@ GGUF_NAME = "model.gguf"
 TOKENS_COMPARED, COMPARED_PARAMETERS = 32, 500_000_000
 
 
-def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, say: Say) -> Path:
-    """Write a Hugging Face folder, at most one shard in memory. Raises TercetError when what is read back differs."""
+def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, say: Say, merge: bool = False) -> Path:
+    """Write a Hugging Face folder, at most one shard in memory. Raises TercetError when what is read back differs.
+
+    `merge`: of a base and its adapter, in fp32, cast once; the result's logits are compared with theirs.
+    """
     unfinished = _Unfinished(output)
-    place, spec, stored = _open(source)
+    place, spec, stored = _open(source, merge)
+    base, words = base_of(place), tokenizer_place(place)
     kind = DTYPES[dtype] if dtype else stored_dtype(place, None)
     with unfinished as folder:
         save_folder(
@@ -51,59 +56,63 @@ def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, sa
             spec,
             ((t.name, stored.tensor(t.name)) for t in (*spec.tensors(), *spec.buffers())),
             kind,
-            place if place.is_dir() else None,
+            words if words.is_dir() else None,
             shard_bytes=shard_bytes,
-            source=place,
+            source=base,
         )
-        if not place.is_dir():
-            load(place).save(folder)
+        if not words.is_dir():
+            load(words).save(folder)
         (folder / "README.md").write_text(_card(source, spec, kind), encoding="utf-8")
         again = open_weights(folder, describe(ModelSection(path=str(folder))))
-        _compare_tensors(stored, again, kind, say)
-        _compare_ids(load(place).backend, load(folder).backend)
+        _compare_tensors(stored, again, kind, say, output)
+        _compare_ids(load(words).backend, load(folder).backend)
+        if merge and spec.parameters <= COMPARED_PARAMETERS:
+            _compare_logits(unmerged(place), load_model(folder, "fp32"), kind, say, str(output))
     return output
 
 
-def export_gguf(source: str, output: Path, dtype: str | None, say: Say) -> Path:
+def export_gguf(source: str, output: Path, dtype: str | None, say: Say, merge: bool = False) -> Path:
     """Write a GGUF file with tokenizer, template and special ids. Raises InputError for what the format cannot hold."""
     unfinished = _Unfinished(output)
-    place, spec, stored = _open(source)
+    place, spec, stored = _open(source, merge)
     dtype = dtype or "fp16"
-    tokenizer = load(place)
+    words = tokenizer_place(place)
+    tokenizer = load(words)
     check_writable(spec, tokenizer.backend)
     spec = spec.without_mtp()
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     name = Path(source).name
     with unfinished as file:
-        write_gguf(file, spec, stored, dtype, tokenizer.backend, ids, find_template(place), name)
+        write_gguf(file, spec, stored, dtype, tokenizer.backend, ids, find_template(words), name)
         again_spec = describe(ModelSection(path=str(file)))
         if again_spec.tensors() != spec.tensors() or again_spec.rope.kind != spec.rope.kind:
             raise TercetError(f"{output}: read back, it describes another model; it was not kept")
         again = open_weights(file, again_spec)
-        _compare_tensors(stored, again, DTYPES[dtype], say)
+        _compare_tensors(stored, again, DTYPES[dtype], say, output)
         _compare_ids(tokenizer.backend, rebuilt_tokenizer(file))
-        if find_template(file) != find_template(place):
+        if find_template(file) != find_template(words):
             raise TercetError(f"{output}: its chat template is another one; it was not kept")
         if spec.parameters <= COMPARED_PARAMETERS:
-            _compare_logits(place, file, DTYPES[dtype], say)
+            _compare_logits(load_model(place, "fp32"), load_model(file, "fp32"), DTYPES[dtype], say, str(file))
     return output
 
 
-def export_ollama(source: str, output: Path, dtype: str | None, say: Say) -> Path:
+def export_ollama(source: str, output: Path, dtype: str | None, say: Say, merge: bool = False) -> Path:
     """Write a folder for `ollama create`: Modelfile, GGUF file, model card. Raises InputError for a chat template that
     has no equal in a Modelfile."""
     unfinished = _Unfinished(output)
-    place, spec, _ = _open(source)
-    tokenizer, template = load(place), find_template(place)
+    place, spec, _ = _open(source, merge)
+    words = tokenizer_place(place)
+    tokenizer, template = load(words), find_template(words)
     wrapping = None if template is None else find_wrapping(_plain(template, tokenizer))
     if wrapping is None:
         say("no chat template: the Modelfile makes a model that continues texts")
     spell = tokenizer.backend.id_to_token
-    settings, ends = generation_settings(place, tokenizer.eos_id)
+    settings, ends = generation_settings(base_of(place), tokenizer.eos_id)
     text = modelfile(wrapping, [stop for i in ends if (stop := spell(i))], settings, spec.context_tokens, GGUF_NAME)
     with unfinished as folder:
         folder.mkdir()
-        export_gguf(source, folder / GGUF_NAME, dtype, say)
+        export_gguf(source, folder / GGUF_NAME, dtype, say, merge)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(_card(source, spec, DTYPES[dtype or "fp16"]), encoding="utf-8")
     return output
@@ -120,12 +129,18 @@ def _plain(template: str, tokenizer: Tokenizer) -> Callable[[Messages, bool], st
     return rendered
 
 
-def _open(source: str) -> tuple[Path, Model, Stored]:
+def _open(source: str, merge: bool) -> tuple[Path, Model, Stored | Merged]:
     path = Path(source).expanduser()
-    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
-        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
-    place = model_place(source)
-    spec = describe(ModelSection(path=str(place)))
+    require_finished(path)
+    place = path / "adapter" if merge and (path / "adapter").is_dir() else model_place(source)
+    if merge and not is_adapter(place):
+        raise InputError(f"{place} is a whole model, with nothing to merge", "It is exported as it is without --merge.")
+    if not merge and is_adapter(place):
+        raise InputError(
+            f"{place} is an adapter of {base_of(place)}",
+            "--merge writes both as one model; peft and tercet read the adapter as it is.",
+        )
+    spec = describe_place(place)
     return place, spec, open_weights(place, spec)
 
 
@@ -155,14 +170,16 @@ class _Unfinished:
         self.temporary.unlink(missing_ok=True)
 
 
-def _compare_tensors(first: Stored, second: Stored, dtype: torch.dtype, say: Say) -> None:
+def _compare_tensors(
+    first: Stored | Merged, second: Stored | Merged, dtype: torch.dtype, say: Say, output: Path
+) -> None:
     """Raise TercetError unless every tensor is the source's, cast once (one-dimensional ones may be kept in fp32)."""
     count = 0
     for name, value in second:
         expected = first.tensor(name)
         cast = expected if value.dtype == torch.float32 and expected.dim() < 3 else expected.to(dtype)
         if not _same(value, cast.to(value.dtype)) and not _same(value, expected.to(dtype).to(value.dtype)):
-            raise TercetError(f"{name} differs in {second.files.where}; the export was not kept")
+            raise TercetError(f"{name} differs in {output}; the export was not kept")
         count += 1
     say(f"read back: {count} tensors equal")
 
@@ -177,9 +194,8 @@ def _compare_ids(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer) -> N
             raise TercetError(f"the exported tokenizer gives other ids for {text!r}; the export was not kept")
 
 
-def _compare_logits(place: Path, file: Path, dtype: torch.dtype, say: Say) -> None:
+def _compare_logits(one: Any, other: Any, dtype: torch.dtype, say: Say, file: str) -> None:
     """Raise TercetError unless both models, computed in fp32, give the same logits within the format's precision."""
-    one, other = load_model(place, "fp32"), load_model(file, "fp32")
     ids = torch.arange(TOKENS_COMPARED)[None] * 7 % one.spec.vocabulary
     with torch.no_grad():
         a, b = one(ids), other(ids)

@@ -11,11 +11,12 @@ from typing import Any
 import tokenizers
 
 from tercet.data.template import Messages, find_template, render, special_tokens
-from tercet.data.tokenizer import Tokenizer, load
+from tercet.data.tokenizer import FILES, Tokenizer, load
 from tercet.errors import InputError
 from tercet.inference.device import choose_device, on_device
 from tercet.inference.quantize import quantize
 from tercet.spec.families import read_config, read_json_object
+from tercet.weights.adapters import base_of, is_adapter
 from tercet.weights.reading import load_model, model_place
 
 
@@ -70,6 +71,17 @@ class Served:
         return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
 
 
+def require_finished(path: Path) -> None:
+    """Raise InputError for a run folder that holds no trained model yet."""
+    if (path / "recipe.yaml").is_file() and not any((path / name).is_dir() for name in ("model", "adapter")):
+        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+
+
+def tokenizer_place(place: Path) -> Path:
+    """Return where a model's tokenizer lies: with it, or where an adapter brings none with its base."""
+    return place if not is_adapter(place) or any((place / name).is_file() for name in FILES) else base_of(place)
+
+
 def open_served(
     name: str | Path,
     dtype: str | None = None,
@@ -87,11 +99,11 @@ def open_served(
         raise InputError(
             f"{path} is a recipe, not a trained model", f"Train it: tercet train {path}; then give the run folder."
         )
-    if (path / "recipe.yaml").is_file() and not (path / "model").is_dir():
-        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+    require_finished(path)
     place = model_place(name)
-    tokenizer = load(place)
-    suggested, stop = generation_settings(place, tokenizer.eos_id)
+    words = tokenizer_place(place)
+    tokenizer = load(words)
+    suggested, stop = generation_settings(base_of(place), tokenizer.eos_id)
     model = load_model(place, dtype or ("bf16" if quantized else None))
     if quantized:  # before it moves: a card need not hold it whole
         say(str(quantize(model, quantized, min(tokenizer.size, model.spec.vocabulary))))
@@ -101,7 +113,7 @@ def open_served(
         place,
         model,
         tokenizer,
-        find_template(place),
+        find_template(words),
         stop,
         suggested,
     )

@@ -17,8 +17,8 @@ def fill_parameters(piece: torch.nn.Module, prefix: str, value_of: Callable[[str
     for name, parameter in piece.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             places.setdefault(parameter, []).append(name)
-    for names in places.values():
-        value = torch.nn.Parameter(value_of(prefix + names[0]))
+    for parameter, names in places.items():
+        value = torch.nn.Parameter(value_of(prefix + names[0]), requires_grad=parameter.requires_grad)
         for name in names:
             owner, _, attribute = name.rpartition(".")
             setattr(piece.get_submodule(owner), attribute, value)

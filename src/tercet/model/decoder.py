@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tercet.model.adapter import adapter_start
 from tercet.model.attention import Documents
 from tercet.model.balance import Tally
 from tercet.model.cache import Cache
@@ -242,6 +243,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], kind: str, spec: Model, se
     |---|---|
     | norm | ones |
     | bias, balance | zeros |
+    | adapter | as peft makes it (adapter.py) |
     | o_proj, down_proj | normal, std / sqrt(2 * layers): the residual stream keeps its size with depth (GPT-2) |
     | all others | normal, std = spec.init_std |
 
@@ -251,9 +253,11 @@ def initial_tensor(name: str, shape: tuple[int, ...], kind: str, spec: Model, se
         return torch.ones(shape)
     if kind in ("bias", "balance"):
         return torch.zeros(shape)
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    if kind == "adapter":
+        return adapter_start(name, shape, generator)
     std = spec.init_std
     if "o_proj" in name or "down_proj" in name:
         std /= (2 * len(spec.layers)) ** 0.5
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

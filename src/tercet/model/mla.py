@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tercet.model.attention import Documents, attend, attend_masked
 from tercet.model.cache import Cache
-from tercet.model.linear import Linear
+from tercet.model.linear import Linear, weight_of
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, latent_softmax_factor, rotate, rotate_interleaved
 from tercet.spec.blocks.mla import MLA
@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         the result (section 2.1.2: "absorbed"). For one new token this spares expanding all that is kept.
         """
         s = self.spec
-        up = self.kv_b_proj.weight.view(s.heads, s.nope_dim + s.value_dim, s.kv_rank)
+        up = weight_of(self.kv_b_proj).view(s.heads, s.nope_dim + s.value_dim, s.kv_rank)
         up_keys, up_values = up.split((s.nope_dim, s.value_dim), dim=1)
         q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, up_keys), q_rope), dim=-1)
         k = torch.cat((latent.unsqueeze(2), k_rope), dim=-1)

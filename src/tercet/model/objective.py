@@ -27,7 +27,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden if with_grad else hidden[:0])
-        grad_weight = torch.zeros(weight.shape if with_grad else (0,), dtype=wide, device=weight.device)
+        with_head = with_grad and ctx.needs_input_grad[1]  # a frozen head gets no gradient
+        grad_weight = torch.zeros(weight.shape if with_head else (0,), dtype=wide, device=weight.device)
         for begin in range(0, hidden.shape[0], CHUNK_TOKENS):
             part = slice(begin, begin + CHUNK_TOKENS)
             ignored = labels[part, None] == IGNORED
@@ -45,7 +46,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad *= counts[part, None]
                 grad = grad.to(hidden.dtype)
                 torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(ignored, 0)
-                grad_weight += grad.T @ h
+                if with_head:
+                    grad_weight += grad.T @ h
             scores = grad = None  # before the next chunk's are made: two chunks would be held at once
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -56,7 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: a second copy of the head's gradient would be the largest thing held. Running backward twice is
         # then an error, which autograd reports.
         grad_hidden.mul_(grad.to(grad_hidden.dtype))
-        return grad_hidden, grad_weight.mul_(grad).to(grad_hidden.dtype), None, None, None
+        head = grad_weight.mul_(grad).to(grad_hidden.dtype) if len(grad_weight) else None
+        return grad_hidden, head, None, None, None
 
 
 def next_token_loss(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tercet.model.adapter import named_parameters
+from tercet.model.quantized import NF4Linear
 from tercet.parallel.layout import Layout
 from tercet.parallel.part import Part
 from tercet.parallel.precision import Precision
@@ -43,7 +45,8 @@ class Replicated(Layout):
     ):
         self.module, self.world = module, world
         self._sums = world.mesh.size(TOKENS) > 1
-        self._parameters = dict(module.named_parameters())
+        self._frozen, self._parameters = split_parameters(module)
+        self._base = spec.frozen
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
         for name, parameter in self._parameters.items():
@@ -59,7 +62,7 @@ class Replicated(Layout):
     def _attach_gradients(self) -> None:
         # Backward fills the head first and the embedding last: the buffer follows, so buckets fill in order.
         order = list(self._parameters.values())[::-1]
-        self._flat = torch.zeros(sum(p.numel() for p in order), dtype=torch.float32, device=order[0].device)
+        self._flat = torch.zeros(sum(p.numel() for p in order), dtype=torch.float32, device=self.world.device)
         self._buckets = [slice(a, b) for a, b in buckets([p.numel() for p in order])]
         self._waiting = [0] * len(self._buckets)
         self._bucket_of: dict[Tensor, int] = {}
@@ -126,15 +129,31 @@ class Replicated(Layout):
         """Yield (name, whole fp32 parameter)."""
         for part in self.parts:
             yield part.name, part.value.float()
+        for name, parameter in self._frozen.items() if not self._base else ():
+            yield name, parameter.detach().float()
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank holds now, by ledger row."""
         weights = [p.detach() for p in self._parameters.values()]
+        weights += [p.detach() for p in self._frozen.values()] + packed_scales(self.module)
         master = [p.value for p in self.parts] if self._has_master else []
         if self.on_host:
             there = {"states": master, "pinned": [self._host_gradients]}
             return {"weights": weights, "master": [], "gradients": [self._flat], **there}
         return {"weights": weights, "master": master, "gradients": [self._flat]}
+
+
+def split_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return (frozen, trained) parameters by the description's names."""
+    both: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
+    for name, parameter in named_parameters(module):
+        both[parameter.requires_grad][name] = parameter
+    return both
+
+
+def packed_scales(module: nn.Module) -> list[Tensor]:
+    """Return what layers in nf4 hold beside their packed values."""
+    return [buffer for m in module.modules() if isinstance(m, NF4Linear) for buffer in m.buffers(recurse=False)]
 
 
 def pinned(tensor: Tensor, world: World) -> Tensor:

@@ -73,7 +73,9 @@ class Layout(Protocol):
         """Give up what evaluation gathered."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole fp32 parameter), one at a time; every rank must run through all of them."""
+        """Yield (name, whole fp32 parameter), one at a time; every rank must run through all of them. The frozen base of
+        adapters is left out: it lies where it was read from.
+        """
         ...
 
     def held(self) -> dict[str, list[Tensor]]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tercet.parallel.data import packed_scales, split_parameters
 from tercet.parallel.layout import Layout
 from tercet.parallel.mesh import device_mesh
 from tercet.parallel.part import Part, chunk_rows
@@ -53,13 +54,17 @@ class Sharder:
             ),
             "reshard_after_forward": strategy.zero == 3,
         }
+        self._cuts_frozen = strategy.zero == 3
         if on_host(strategy):
             # Shards, their gradients and the optimizer live in host memory; each gather uploads this rank's shard.
             self.options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, module: nn.Module) -> None:
-        """Shard what the module holds and no earlier call has sharded; its values must be in place, in fp32."""
-        fully_shard(module, **self.options)
+        """Shard what the module holds and no earlier call has sharded; its values must be in place: what is trained in
+        fp32, what is frozen in the format that computes. Frozen weights are whole on every rank but under zero 3.
+        """
+        whole = {p for p in module.parameters() if not p.requires_grad} if not self._cuts_frozen else None
+        fully_shard(module, **self.options, ignored_params=whole)
 
 
 class Sharded(Layout):
@@ -80,7 +85,9 @@ class Sharded(Layout):
         for m in self._fsdp_modules():
             m.set_gradient_divide_factor(1.0)
             m.set_force_sum_reduction_for_comms(True)
-        self._parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
+        self._frozen, trained = split_parameters(module)
+        self._base = spec.frozen
+        self._parameters: dict[str, DTensor] = trained  # type: ignore[assignment]
         descriptions = {t.name: t for t in spec.tensors()}
         self.parts = []
         shard = world.mesh.position(world.rank)["shard"]
@@ -131,6 +138,7 @@ class Sharded(Layout):
         """Keep what forwards gather, where every rank has room for the whole of it: else each token gathers anew."""
         if not self._keep_weights:
             whole = sum(p.numel() for p in self._parameters.values()) * self._compute.itemsize
+            whole += sum(p.numel() * p.element_size() for p in self._frozen.values())
             room = free_bytes(self.world.device, self.world.size)
             self._keep_gathered(not self.world.any(room < 1.25 * whole))
 
@@ -148,12 +156,16 @@ class Sharded(Layout):
         """Yield (name, whole fp32 parameter), gathered one at a time; every rank must run through all of them."""
         for name, parameter in self._parameters.items():
             yield name, parameter.full_tensor().float()
+        for name, parameter in self._frozen.items() if not self._base else ():
+            yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).float()
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank holds now, by ledger row."""
         rows: dict[str, list[Tensor]] = {"weights": [], "master": [], "gradients": [], "states": [], "pinned": []}
         shards = "states" if self.on_host else "master" if self._has_master else "weights"
         rows[shards] += [p.to_local() for p in self._parameters.values()]
+        rows["weights"] += [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self._frozen.values()]
+        rows["weights"] += packed_scales(self.module)
         gradients = [p.grad for p in self._parameters.values()]
         rows["pinned" if self.on_host else "gradients"] += [g.to_local() for g in gradients if isinstance(g, DTensor)]
         rows["gradients"] += self._sums.values()

@@ -24,8 +24,10 @@ from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
+from tercet.spec.model import Model
 from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, resolve
+from tercet.spec.trained import adapter_of, trained_model
 from tercet.units import show_bytes
 
 __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
@@ -190,17 +192,13 @@ def answer_for(
 ) -> dict[str, Any]:
     """Return the answer for a recipe on a machine.
 
-    `deepspeed`: whether its engine may be chosen unasked. `ahead`: predict what the formulas know although this
-    version does not train it yet; `untrained` then says what.
+    `deepspeed`: whether its engine may be chosen unasked. `ahead`: whether files on NVMe are ranked too.
     """
-    base = describe(recipe.model)
-    refuse_idle_for(recipe, base)
-    model = with_adapter(base, recipe.adapter)
+    base, model = describe(recipe.model), trained_model(recipe)
+    refuse_idle_for(recipe, model)
     counts, work = Counts(model), Work.of(recipe)
     search = Search(counts, work, machine, load_for(machine))
     missing = not_built(recipe) + formats(work, machine)
-    untrained = [why for why in missing if why.startswith("adapter.")] if ahead else []
-    missing = [why for why in missing if why not in untrained]
     section = recipe.strategy
     ranks = min(ranks_of(section, machine.ranks), machine.ranks)
     found = None if missing else search.run(section, ranks, deepspeed, files=ahead)
@@ -208,8 +206,8 @@ def answer_for(
     refused = [refusal(search, r, bool(strategies) or not search.open_for_offload(section)) for r in found.refused] if found else []  # fmt: skip
     ways = []
     if found and not strategies:
-        quantised = Counts(with_adapter(base, AdapterSection(kind="lora", quantize="nf4"))) if model is base else None
-        ways = [way.to_json() for way in WaysOut(search, section, ranks).all(quantised if ahead else None)]
+        quantised = _quantised(base) if ahead and model == base else None
+        ways = [way.to_json() for way in WaysOut(search, section, ranks).all(quantised)]
     if missing:
         refused = [_asked_for(search, recipe, ranks, missing)]
     return {
@@ -232,10 +230,17 @@ def answer_for(
         "strategies": strategies,
         "refused": refused,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
-        "untrained": untrained,
         "ways_out": ways,
         "error_bars": error_bars(machine),
     }
+
+
+def _quantised(base: Model) -> Counts | None:
+    """Return the model with the usual adapters beside matrices in nf4; None for one that is not held so."""
+    try:
+        return Counts(with_adapter(base, adapter_of(AdapterSection(kind="lora", quantize="nf4"))))
+    except InputError:
+        return None
 
 
 def refusal(search: Search, refused: Refusal, look: bool) -> dict[str, Any]:
@@ -492,6 +497,6 @@ def error_bars(machine: Machine) -> dict[str, Any]:
 
 def predict(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
     """Return the plan of a strategy that is given, whether it fits or not."""
-    counts = Counts(with_adapter(describe(recipe.model), recipe.adapter))
+    counts = Counts(trained_model(recipe))
     search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load_for(machine))
     return entry(search, search.candidate(strategy), recipe, None, None)

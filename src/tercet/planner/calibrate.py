@@ -21,14 +21,13 @@ from tercet.planner.clock import clock, step_seconds
 from tercet.planner.constants import NAMES, Constants
 from tercet.planner.job import Job, of_strategy
 from tercet.planner.ledger import moments, reserve, tensors_at_peak
-from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
-from tercet.spec.families import describe
 from tercet.spec.machine import Machine
 from tercet.spec.model import Model
 from tercet.spec.recipe import load_run_recipe
 from tercet.spec.run_folder import open_run
 from tercet.spec.strategy import Strategy, Work
+from tercet.spec.trained import trained_model
 
 FOLDS = 10
 FEWEST_STEPS = 5  # of a run that is to be timed
@@ -219,8 +218,8 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
             "Calibrate on the machine that the runs are from.",
         )
     recipe = load_run_recipe(run.recipe)
-    model = with_adapter(describe(recipe.model), recipe.adapter)
-    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module, model.frozen)
+    model = trained_model(recipe)
+    job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
     return Prepared(
         Row(
             id=run.path.name,

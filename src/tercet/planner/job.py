@@ -65,6 +65,7 @@ class Job:
     host_shards: bool = False  # FSDP2's offload: fp32 shards live on the host and are gathered from there
     host_resident: bool = False  # strategy host: weights, gradients and states live on the host (planner/host.py)
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
+    exact: bool = False  # our native engine: rows are what it holds
     idle_share: float = 0.0  # places of the last micro-batches that hold no row
 
     @property
@@ -101,7 +102,7 @@ class Job:
             gradient=self.gradient_bytes,
             states=self.state_bytes,
             in_blocks=self.state_blocks,
-            frozen=self.frozen_bytes,
+            frozen=self.outer_frozen_bytes if self.exact else self.frozen_bytes,  # nf4 is counted by the byte
             frozen_outside=self.outer_frozen_bytes,
             cut_weights=self.zero == 3,
             weights_in=self._place("weights"),
@@ -111,7 +112,7 @@ class Job:
         )
         if self.host_resident:
             return replace(rules, cut="rows", cut_weights=True, cut_gradients=True, count=COUNT_BYTES)
-        if frozen:
+        if frozen and not self.exact:
             cut = "whole" if self.zero == 0 or self.shards == 1 else "even"
             return replace(rules, cut=cut, cut_gradients=self.zero == 3)
         if self.deepspeed:
@@ -156,11 +157,8 @@ class Job:
 NF4_BYTES = 0.516  # 4 bits and an 8-bit constant per block of 64, itself quantised (arXiv 2305.14314, section 3)
 
 
-def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: bool = False) -> Job:
-    """Return the Job that an engine makes of a strategy (twin: engine/native.py).
-
-    `module`: Model.module; `frozen`: adapters alone are trained, in fp32, beside a base in the working format or nf4.
-    """
+def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
+    """Return the Job that an engine makes of a strategy (twin: engine/native.py); `module`: Model.module."""
     ours = module == "tercet"
     wide, in_blocks = work.precision == "fp32", work.optimizer == "adamw-8bit"
     offload = {
@@ -191,8 +189,8 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         sequence=work.sequence_tokens,
         accumulation=accumulation,
         zero=strategy.zero,
-        weight_bytes=4 if wide or frozen else 2,
-        master_bytes=0 if wide or frozen or work.precision == "bf16-pure" else 4,
+        weight_bytes=4 if wide else 2,
+        master_bytes=0 if wide or work.precision == "bf16-pure" else 4,
         gradient_bytes=4,
         frozen_bytes=NF4_BYTES if work.quantize == "nf4" else 4 if wide else 2,
         outer_frozen_bytes=4 if wide else 2,
@@ -216,5 +214,6 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet", frozen: 
         context=strategy.context,
         tensor=strategy.tensor,
         flat_buffers=not deepspeed and not host_resident and (strategy.zero == 0 or strategy.ranks == 1),
+        exact=not deepspeed,
         idle_share=1 - work.batch_sequences / places,
     )

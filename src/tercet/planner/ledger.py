@@ -39,7 +39,7 @@ def ledger_for(
 ) -> dict[str, Rows]:
     """Return {"between_steps": rows, "peak": rows} of one rank under the native engine, in bytes."""
     counts = model if isinstance(model, Counts) else Counts(model)
-    job = of_strategy(strategy, work, counts.model.module, counts.model.frozen)
+    job = of_strategy(strategy, work, counts.model.module)
     return moments(counts, job, load(), rank, on_gpu)
 
 

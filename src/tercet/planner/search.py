@@ -116,7 +116,7 @@ class Search:
         self.counts, self.work, self.machine, self.constants = counts, work, machine, constants
 
     def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
-        job = of_strategy(strategy, work or self.work, self.counts.model.module, self.counts.model.frozen)
+        job = of_strategy(strategy, work or self.work, self.counts.model.module)
         machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())

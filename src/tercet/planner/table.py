@@ -70,8 +70,6 @@ def verdict(answer: dict[str, Any], width: int) -> str:
     chance = best["out_of_memory_chance"]
     barely = chance is not None and best["card_bytes"] > (best["usable_bytes"] or 0)
     lines = [f"FITS{', BARELY' if barely else ''}: {what}", figures(best, answer)]
-    if answer.get("untrained"):
-        lines.append(f"Predicted only, this version does not train it: {answer['untrained'][0].partition(',')[0]}")
     return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
 
 

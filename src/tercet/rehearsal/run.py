@@ -29,12 +29,12 @@ from tercet.rehearsal.device import Counts, Device, Simulation
 from tercet.rehearsal.host_work import HostWork
 from tercet.rehearsal.install import cards
 from tercet.rehearsal.recorder import BUCKETS, Recorder, busy, exposed, trace
-from tercet.spec.families import describe
 from tercet.spec.machine import Machine
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
 from tercet.spec.strategy import Strategy, Work
+from tercet.spec.trained import trained_model
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def rehearse(
     """
     if strategy.engine not in ("native", "host"):
         raise NotLegalError([f"strategy.engine: {strategy.engine} cannot be rehearsed; native and host can"])
-    model, work = describe(recipe.model), Work.of(recipe)
+    model, work = trained_model(recipe), Work.of(recipe)
     faults = faults or Faults()
     figures = rates_of(machine, strategy, work, load_for(machine)).slowed(faults.slow)
     assert machine.card is not None

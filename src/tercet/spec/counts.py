@@ -70,9 +70,23 @@ class Counts:
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, int], ...]:
-        """Return (tensor, how often): the layers' tensors once per kind, then those outside the layers."""
+        """Return (tensor, how often): the layers' tensors once per kind, then those outside the layers.
+
+        A tensor of several layers has the name that it has within one. Where names decide what is frozen, each
+        tensor stands by itself.
+        """
+        if self.model.freeze or (self.model.adapter and self.model.adapter.modules_to_save):
+            return tuple((t, 1) for t in self.model.tensors())
         inside = [(t, k.count) for k in self.kinds for t in k.tensors]
         return (*inside, *((t, 1) for t in self.outside))
+
+    def treatment(self, tensor: Tensor) -> tuple[bool, bool]:
+        """Return whether a tensor is trained, and whether it is held in nf4."""
+        return self.model.trains(tensor), self.model.quantizes(tensor)
+
+    @property
+    def quantized(self) -> bool:
+        return self.model.quantized
 
     @cached_property
     def entries(self) -> int:
@@ -135,7 +149,7 @@ class Counts:
         if rules not in self._placed:
             found: dict[tuple[Row, Place, bool], float] = {}
             for tensor, n in self.tensors:
-                for held in rules.place(tensor, self.model.trains(tensor)).held:
+                for held in rules.place(tensor, *self.treatment(tensor)).held:
                     key = held.row, held.place, held.stays
                     found[key] = found.get(key, 0.0) + n * held.bytes
             self._placed[rules] = found

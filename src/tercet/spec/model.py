@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from tercet.spec.patterns import names
+
 if TYPE_CHECKING:
+    from tercet.spec.adapter import Adapter
     from tercet.spec.blocks.cost import Kept, Matmul
     from tercet.spec.blocks.mtp import MTP
 
@@ -170,6 +173,8 @@ class Model:
     mtp: tuple[MTP, ...] = ()
     balance: Balance = field(default_factory=Balance)
     frozen: bool = False  # only adapters are trained (spec/adapter.py)
+    adapter: Adapter | None = None  # as a recipe asks for it, its modules by their whole names
+    freeze: tuple[str, ...] = ()  # patterns of what is not trained (spec/trained.py)
     unread: tuple[str, ...] = ()  # names in the files that are no parameters: masks, tables, a tied head's copy
 
     def blocks(self) -> Iterator[tuple[str, Layer | MTP]]:
@@ -197,7 +202,28 @@ class Model:
 
     def trains(self, tensor: Tensor) -> bool:
         """Whether a tensor gets gradients."""
-        return not self.frozen or tensor.kind == "adapter"
+        if self.frozen and tensor.kind != "adapter":
+            saved = self.adapter.modules_to_save if self.adapter else ()
+            if tensor.name.rpartition(".")[0] not in saved:
+                return False
+        return not any(names(tensor.name, pattern) for pattern in self.freeze)
+
+    def quantizes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is held in nf4."""
+        return self.quantized and tensor.kind == "matrix"
+
+    @property
+    def quantized(self) -> bool:
+        return self.adapter is not None and self.adapter.quantize != "none"
+
+    @property
+    def trains_some(self) -> bool:
+        """Whether some tensors are frozen."""
+        return self.frozen or bool(self.freeze)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(t.parameters for t in self.tensors() if self.trains(t))
 
     def without_mtp(self) -> Model:
         """Return the model as it is served: next-token prediction only."""

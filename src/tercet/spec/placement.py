@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tercet.spec.adapter import nf4_bytes
 from tercet.spec.axes.split import chunk
 from tercet.spec.model import Tensor
 from tercet.spec.optimizers.blocks import moment_bytes
@@ -90,8 +91,10 @@ class Rules:
     gradients_in: tuple[Place, ...] = ("card",)
     leaving: float = 0  # bytes per element of gradients on the card that are on their way to the host
 
-    def place(self, tensor: Tensor, trained: bool = True) -> Placement:
-        """Return a tensor's placement on this rank."""
+    def place(self, tensor: Tensor, trained: bool = True, quantized: bool = False) -> Placement:
+        """Return a tensor's placement on this rank; `quantized`: it is held in nf4."""
+        if not trained and self.cut != "even":
+            return self._frozen(tensor, quantized)
         if not trained:
             size = self.frozen_outside if tensor.kind in ("embedding", "head") else self.frozen
             parts = self.parts if self.cut_weights else 1
@@ -102,6 +105,17 @@ class Rules:
             return Placement(tensor, True, where, self._by_rows(tensor, where))
         where = Region(0, tensor.shape[0], tensor.shape[0])
         return Placement(tensor, True, where, self._whole(tensor) if self.cut == "whole" else self._evenly(tensor))
+
+    def _frozen(self, tensor: Tensor, quantized: bool) -> Placement:
+        """Weights alone, cut by rows where trained weights are cut between uses; the scales of nf4 are whole."""
+        where = region(tensor.shape[0], self.parts if self.cut == "rows" and self.cut_weights else 1, 0)
+        if quantized:
+            row, scales = nf4_bytes(tensor)
+            size: float = where.stored * row + scales
+        else:
+            row_size = self.frozen_outside if tensor.kind in ("embedding", "head") else self.frozen
+            size = row_size * where.stored * (tensor.parameters // tensor.shape[0])
+        return Placement(tensor, False, where, (Held("weights", size, self.weights_in),))
 
     def _whole(self, tensor: Tensor) -> tuple[Held, ...]:
         n = tensor.parameters

@@ -71,6 +71,10 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

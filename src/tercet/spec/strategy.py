@@ -240,6 +240,25 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
         )
     if model.module != "tercet":
         why += _why_not_through_transformers(strategy)
+    if model.trains_some:
+        why += _why_not_frozen(model, strategy)
+    return why
+
+
+def _why_not_frozen(model: Model, strategy: Strategy) -> list[str]:
+    """Return what a model that is partly frozen is not trained with."""
+    what = f"adapter: {model.adapter.quantize if model.quantized else 'lora'}" if model.adapter else "train.freeze"
+    why = []
+    if strategy.engine != "native":
+        why.append(f"{what} is not built for strategy.engine={strategy.engine}; the native engine has it")
+    for kind in ("optimizer", "weights"):
+        if (place := getattr(strategy, f"offload_{kind}")) != "none":
+            why.append(
+                f"{what} with strategy.offload.{kind}={place} is not built: gradients and states of what is trained "
+                "are small; leave it out"
+            )
+    if model.quantized and strategy.compile:
+        why.append(f"{what} with strategy.compile is not built; leave strategy.compile out")
     return why
 
 

@@ -24,6 +24,7 @@ from tercet.spec.model import Model
 from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Strategy
+from tercet.spec.trained import trained_model
 from tercet.training.checkpoint import find_checkpoint
 from tercet.training.loop import Progress
 from tercet.training.record import preparation_bar
@@ -60,7 +61,7 @@ def assemble(
     """Prepare the data, build the engine and restore the newest checkpoint, if there is one."""
     kept = read_kept(run.path, accept_changed_data)
     prepared = prepare_data(recipe, say, console, kept)
-    spec = describe(recipe.model)
+    spec = trained_model(recipe)
     if isinstance(spec, TransformersModel):
         spec = as_built(spec)
     strategy = Strategy(**(run.read_plan() or {})["strategy"])
@@ -124,7 +125,7 @@ def _engine(
 ) -> Engine:
     weights = None
     if recipe.model.path is not None and recipe.model.init != "random":
-        weights = stored_weights(recipe.model.path, spec)
+        weights = stored_weights(recipe.model.path, spec if spec.adapter is None else describe(recipe.model))
     elif recipe.model.init == "pretrained":
         raise InputError(
             "model.init is pretrained but the model is a preset, which has no weights",

@@ -22,6 +22,7 @@ from tercet.training.disk import Disk, agreed
 from tercet.training.loop import Loop, peak_bytes
 from tercet.training.record import Recorder, write_json
 from tercet.training.trained import TrainedModel
+from tercet.weights.adapters import save_adapter
 from tercet.weights.reading import DTYPES
 from tercet.weights.writing import save_folder
 
@@ -31,7 +32,10 @@ def model_dtype(recipe: Recipe) -> str:
 
 
 def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> None:
-    """Write RUN/model, tensor by tensor through rank 0."""
+    """Write RUN/model, or of an adapter RUN/adapter, tensor by tensor through rank 0."""
+    if built.spec.adapter is not None:
+        _write_adapter(built, disk, stopped)
+        return
     recipe, prepared, spec = built.recipe, built.prepared, built.spec
     dtype = DTYPES[model_dtype(recipe)]
     ids = {"eos": prepared.stop_ids[-1], "bos": prepared.bos_id, "pad": prepared.pad_id}
@@ -48,8 +52,19 @@ def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> No
             new_tokenizer=recipe.data.tokenizer != "model",
         )
 
-    model = TrainedModel(built.run, built.world, built.engine, save, stopped)
+    model = TrainedModel(built.run.model, built.world, built.engine, save, stopped)
     disk.write("the trained model", spec.parameters * dtype.itemsize, model.attempt)
+
+
+def _write_adapter(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> None:
+    base, spec = built.recipe.model.path, built.spec
+    assert base is not None
+
+    def save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        save_adapter(folder, spec, tensors, base, built.prepared.tokenizer_folder)
+
+    adapter = TrainedModel(built.run.adapter, built.world, built.engine, save, stopped)
+    disk.write("the trained adapter", 4 * spec.trained_parameters, adapter.attempt)
 
 
 def summarise(built: Assembled, disk: Disk, loop: Loop, record: Recorder | None, seconds: float) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError, NotLegalError, who_may
 from tercet.planner.answer import plan_for_run
+from tercet.spec.adapter import describe_adapter
 from tercet.spec.axes.split import either
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
 from tercet.spec.recipe import ModelSection, Recipe
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, why_not
+from tercet.spec.trained import trained_model
 from tercet.weights.hub import ensure_here
 
 Say = Callable[[str], None]
@@ -72,8 +74,9 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     """Return plan.json's content for this machine. Raises NotLegalError with every reason why it cannot run."""
     if why := not_built(recipe):
         raise NotLegalError(why)
+    require_base(recipe)
     ensure_here(recipe.model, say)
-    model, work = describe(recipe.model), Work.of(recipe)
+    model, work = trained_model(recipe), Work.of(recipe)
     wanted = recipe.strategy.data
     if ranks is not None and (meant := ranks_of(recipe.strategy, ranks)) != ranks:
         raise NotLegalError(
@@ -88,6 +91,10 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
     say(f"weights: {recipe.model.start}")
     if left_out := without_further_predictions(recipe.model):
         say(left_out)
+    for line in describe_adapter(model) if model.adapter else ():
+        say(line)
+    if model.freeze:
+        say(f"frozen: {', '.join(model.freeze)}; {model.trained_parameters:,} of {model.parameters:,} are trained")
     if plan["machine"]["kind"] == "gpu":
         require_torch_with_cards(plan["machine"]["card"])
     for note in plan["machine"].get("notes", ()):
@@ -107,6 +114,21 @@ def without_further_predictions(model: ModelSection) -> str | None:
         f"model.mtp_depth is {model.mtp_depth}, {model.path} has {own}: its further predictions are left out, "
         "neither trained nor written into the new model"
     )
+
+
+def require_base(recipe: Recipe) -> None:
+    """Raise InputError for an adapter of random weights, and for a library that it needs and that is missing."""
+    if recipe.adapter.kind == "none":
+        return
+    if recipe.model.path is None or recipe.model.init == "random":
+        raise InputError(
+            f"adapter.kind is {recipe.adapter.kind}, which stands on trained weights, but the weights are "
+            f"{recipe.model.start}",
+            "Give the folder or hub name that holds them as model.path, or leave the adapter out.",
+        )
+    for needed in ("peft", *(["bitsandbytes"] if recipe.adapter.quantize == "nf4" else [])):
+        if importlib.util.find_spec(needed) is None:
+            raise InputError(f"the adapter needs {needed}, which is not installed", "pip install 'tercet[adapters]'")
 
 
 def require_torch_with_cards(card: str) -> None:

@@ -117,7 +117,7 @@ def _loop(
     at: Callable[[int, list[int]], None],
 ) -> Loop:
     recipe, spec, world, prepared, progress = built.recipe, built.spec, built.world, built.prepared, built.progress
-    needed_bytes = spec.parameters * BYTES_PER_SAVED_PARAMETER
+    needed_bytes = spec.trained_parameters * BYTES_PER_SAVED_PARAMETER
     return Loop(
         built.engine,
         built.loader,

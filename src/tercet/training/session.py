@@ -23,7 +23,7 @@ from tercet.training.lock import RunLock
 from tercet.training.preflight import check_files, check_output, check_tokenizer, make_plan
 from tercet.training.warned import WARNED
 
-FIXED_ON_RESUME = ("model", "data", "train.seed", "train.batch_sequences", "adapter")
+FIXED_ON_RESUME = ("model", "data", "train.seed", "train.batch_sequences", "train.freeze", "adapter")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,12 @@ def begun(run: RunFolder) -> int:
 
 def has_trained(run: RunFolder) -> bool:
     """Return whether a run has done a step or holds anything that a user might want."""
-    return run.checkpoints.exists() or run.model.exists() or any(e["event"] == "step" for e in run.read_events())
+    return (
+        run.checkpoints.exists()
+        or run.model.exists()
+        or run.adapter.exists()
+        or any(e["event"] == "step" for e in run.read_events())
+    )
 
 
 def remove_start(run: RunFolder) -> None:

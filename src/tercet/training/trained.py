@@ -1,4 +1,4 @@
-"""RUN/model: the trained model as a Hugging Face folder, written by rank 0 while all ranks gather the tensors."""
+"""RUN/model or RUN/adapter: what was trained as a Hugging Face folder, written by rank 0 while all ranks gather the tensors."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from torch import Tensor
 from tercet.engine import Engine
 from tercet.errors import InterruptedRun
 from tercet.parallel.world import World
-from tercet.spec.run_folder import RunFolder
 from tercet.training.disk import Problem, problem_of, publish
 
 
 class TrainedModel:
-    """Writes RUN/model under a temporary name until it is whole. Every rank has one and calls the same methods.
+    """Writes `target` under a temporary name until it is whole. Every rank has one and calls the same methods.
 
     `save(folder, tensors)` writes the folder on rank 0; tensors are gathered one by one as it asks for them.
     """
 
     def __init__(
         self,
-        run: RunFolder,
+        target: Path,
         world: World,
         engine: Engine,
         save: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
         stop_requested: Callable[[], bool],
     ):
-        self._run, self._world, self._engine = run, world, engine
+        self._target, self._world, self._engine = target, world, engine
         self._save, self._stop_requested = save, stop_requested
 
     def attempt(self, number: int) -> Problem | None:
@@ -50,13 +49,13 @@ class TrainedModel:
         return problem
 
     def _write(self) -> None:
-        temporary = self._run.path / ".model.tmp"
+        temporary = self._target.with_name(f".{self._target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self._save(temporary, self._gathered())
         for file in temporary.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        publish(temporary, self._run.model)
+        publish(temporary, self._target)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for named in self._engine.weights():
@@ -75,4 +74,6 @@ class TrainedModel:
 
     def _look_for_stop(self, outcomes: list[tuple[Problem | None, bool]]) -> None:
         if any(stop for _, stop in outcomes):
-            raise InterruptedRun("stopped on request after the last step; saved, but RUN/model is not written yet")
+            raise InterruptedRun(
+                f"stopped on request after the last step; saved, but RUN/{self._target.name} is not written yet"
+            )

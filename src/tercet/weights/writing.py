@@ -61,9 +61,7 @@ def save_folder(
         config = FAMILIES[spec.family].to_hf(spec)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if tokenizer_folder is not None:
-        for file in sorted({f for pattern in TOKENIZER_FILES for f in tokenizer_folder.glob(pattern)}):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(tokenizer_folder, folder)
     said, generation = _said_by(source or tokenizer_folder)
     if new_tokenizer:
         said, generation = {}, {k: v for k, v in generation.items() if not k.endswith("_token_id")}
@@ -72,6 +70,13 @@ def save_folder(
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
     write_shards(folder, _as_stored(spec, tensors, dtype), shard_bytes)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer, its chat template included, out of a folder that may hold a whole model."""
+    for file in sorted({f for pattern in TOKENIZER_FILES for f in source.glob(pattern)}):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _said_by(folder: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:

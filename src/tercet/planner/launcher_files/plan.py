@@ -16,12 +16,11 @@ from tercet.planner.legal import refusals
 from tercet.planner.search import Search
 from tercet.planner.table import need_line
 from tercet.planner.ways import shortage, way_for
-from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
-from tercet.spec.families import describe
 from tercet.spec.machine import machine_of, parse_gpus
 from tercet.spec.recipe import load_recipe
 from tercet.spec.strategy import Work, not_built, resolve
+from tercet.spec.trained import trained_model
 
 
 def plan_from_files(
@@ -99,7 +98,7 @@ def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[s
     recipe, _ = read_recipe(name, overrides, machine.get("sequence"), machine.get("batch"), machine.get("method"))
     work = Work.of(recipe)
     strategy = resolve(recipe.strategy, here.ranks, work)
-    search = Search(Counts(with_adapter(describe(recipe.model), recipe.adapter)), work, here, load())
+    search = Search(Counts(trained_model(recipe)), work, here, load())
     why = not_built(recipe) + refusals(search.counts.model, strategy, work, here)
     candidate = search.candidate(strategy)
     if not search.fits(candidate):

@@ -10,8 +10,6 @@ from typing import Any
 from tercet.spec.recipe.sections import Recipe
 
 BUILT: dict[str, tuple[Any, ...]] = {
-    "adapter.kind": ("none",),
-    "adapter.quantize": ("none",),
     "strategy.engine": ("native", "deepspeed", "host"),
     "strategy.tensor": (1,),
     "strategy.pipeline": (1,),

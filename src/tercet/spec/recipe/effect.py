@@ -46,7 +46,11 @@ def _speed(recipe: Recipe, model: Model) -> float:
 
 
 def _has_experts(recipe: Recipe, model: Model) -> bool:
-    return model.module == "tercet" and any(block.idle_parameters(model.width) for _, block in model.blocks())
+    return (
+        model.module == "tercet"
+        and not model.frozen
+        and any(block.idle_parameters(model.width) for _, block in model.blocks())
+    )
 
 
 RULES = (
@@ -132,7 +136,7 @@ RULES = (
 MODEL_RULES = (
     ModelRule(
         ("train.balance.sequence_loss", "train.balance.batch_loss"),
-        "a model with experts",
+        "a model with experts that are trained",
         _has_experts,
     ),
     ModelRule(

@@ -23,7 +23,7 @@ def json_schema() -> dict[str, Any]:
     for name, words in (
         ("strategy", {"enum": [word for word in WORDS if runs(WORDS[word])]}),
         ("model", {}),
-        ("adapter", {"enum": ["none"]}),
+        ("adapter", {"enum": ["none", "lora"]}),
     ):
         properties[name] = {"anyOf": [{"type": "string", **words}, properties[name]]}
     definitions = schema["$defs"]

@@ -21,6 +21,7 @@ def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("", "none", "null", "~") else value
 
 
+_LIST = BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
 Count = Annotated[int, _by(parse_count)]
 TokenLength = Annotated[int, _by(parse_token_length)]
 Number = Annotated[float, BeforeValidator(lambda v: v.replace("_", "") if isinstance(v, str) else v)]
@@ -114,17 +115,34 @@ class ModelSection(Section):
 
 
 class AdapterSection(Section):
+    """Low-rank matrices beside the frozen weights of model.path, through peft; the result is RUN/adapter."""
+
     kind: Literal["none", "lora"] = "none"
     rank: Annotated[Count, Field(ge=1)] = 16
-    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    alpha: Annotated[Number, Field(gt=0)] = Field(default=32.0, description="B A counts alpha / rank times")
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    targets: list[str] | str = "all-linear"
-    quantize: Literal["none", "nf4"] = "none"
+    rslora: bool = Field(default=False, description="B A counts alpha / root of rank times (arXiv 2312.03732)")
+    targets: Annotated[list[str] | str, Field(min_length=1)] = Field(
+        default="all-linear",
+        description="ends of names (q_proj), patterns (model.layers.[0-7].*_proj), or all-linear: every matrix of the "
+        "layers but experts and router; one that matches nothing is an error",
+    )
+    modules_to_save: Annotated[list[str], _LIST] = Field(
+        default_factory=list, description="trained whole beside the adapters: embed_tokens, lm_head, norms"
+    )
+    quantize: Literal["none", "nf4"] = Field(
+        default="none", description="nf4: the layers' frozen matrices in 4 bits (QLoRA, through bitsandbytes)"
+    )
 
     @model_validator(mode="after")
     def _kind(self) -> AdapterSection:
         # A resolved recipe says every key; what was meant as an adapter differs from what is said without one.
-        given = [k for k in self.model_fields_set - {"kind"} if getattr(self, k) != type(self).model_fields[k].default]
+        fields = type(self).model_fields
+        given = [
+            k
+            for k in self.model_fields_set - {"kind"}
+            if getattr(self, k) != fields[k].get_default(call_default_factory=True)
+        ]
         if not given and "kind" not in self.model_fields_set:
             given = list(self.model_fields_set)
         if given and self.kind == "none":
@@ -326,6 +344,10 @@ class TrainSection(Section):
     epochs: Annotated[Number, Field(gt=0)] | None = None
     precision: Literal["bf16", "fp32", "fp16", "fp8", "bf16-pure"] = "bf16"
     seed: Annotated[Count, Field(ge=0, lt=2**32)] = 0
+    freeze: Annotated[list[str], _LIST] = Field(
+        default_factory=list,
+        description="names or patterns of what is not trained: embed_tokens, lm_head, model.layers.[0-3].*",
+    )
     evaluate_every: Annotated[Count, Field(ge=0)] = Field(default=0, description="steps; 0: only at the end")
     sample_every: Annotated[Count, Field(ge=0)] = Field(default=0, description="steps; 0: only at the end")
     sample_prompts: list[str] = Field(default_factory=list)
