@@ -23,6 +23,8 @@ class OneWeight(torch.nn.Module):
 
 
 class Spec:
+    frozen = None
+
     def tensors(self):
         return (Tensor("weight", (4, 4), ("a", "b"), "matrix"),)
 
