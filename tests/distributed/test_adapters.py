@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tercet.parallel.world import World
 from tercet.planner.ledger import ledger_for
@@ -90,3 +91,56 @@ def test_the_ledgers_rows_are_what_is_held(pools, precision, kind, word, size):
         for moment in ("between_steps", "peak"):
             got = {row: measured[moment].get(row, 0) for row in ROWS_EXACT}
             assert got == {row: planned[moment][row] for row in ROWS_EXACT}, moment
+
+
+def interrupted(world: World, word: str, kind: str, folder: str, keys: dict[str, Any]):
+    """Train two steps, save; return (what two more steps give, what they give after loading the save anew)."""
+    model, strategy = MODELS[kind](), tiny_strategy(word, world.size, ROWS, 1, **keys)
+
+    def go_on(engine):
+        results = [engine.step(micro_batches(s, world.rank, world.size, 1, ROWS), 3e-2) for s in (2, 3)]
+        return [r.loss for r in results], {n: v.detach().clone() for n, v in engine.weights()}
+
+    engine = tiny_engine(world, strategy, "bf16", model)
+    for s in range(2):
+        engine.step(micro_batches(s, world.rank, world.size, 1, ROWS), 3e-2)
+    engine.save(Path(folder)).wait()
+    world.meet()
+    again = tiny_engine(world, strategy, "bf16", model)
+    again.load(Path(folder))
+    return go_on(engine), go_on(again)
+
+
+def loaded(world: World, word: str, kind: str, folder: str):
+    engine = tiny_engine(world, tiny_strategy(word, world.size, ROWS, 1), "bf16", MODELS[kind]())
+    engine.load(Path(folder))
+    results = [engine.step(micro_batches(s, world.rank, world.size, 1, ROWS), 3e-2) for s in (2, 3)]
+    return [r.loss for r in results]
+
+
+@pytest.mark.parametrize(("word", "kind"), [("zero3", "rslora with dropout"), ("zero3", "nf4"), ("ddp", "frozen")])
+def test_a_resumed_run_goes_on_exactly_and_on_other_ranks(pools, tmp_path, word, kind):
+    found = pools[3].run(interrupted, word, kind, str(tmp_path), {})
+    for (losses, weights), (again, restored) in found:
+        assert losses == again
+        assert all(torch.equal(weights[name], restored[name]) for name in weights)
+    names = set()
+    for path in tmp_path.glob("rank-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= {key.partition("/")[2] for key in file.keys()}  # noqa: SIM118
+    model = MODELS[kind]()
+    assert names == {t.name for t in model.tensors() if model.trains(t)}
+    if "dropout" not in kind:  # whose masks follow the ranks
+        (alone,) = pools[1].run(loaded, "ddp", kind, str(tmp_path))
+        assert alone == pytest.approx(found[0][0][0], rel=2e-3)
+
+
+@pytest.mark.parametrize("word", ["ddp", "zero3"])
+def test_recomputing_changes_no_gradient(pools, word):
+    """E22: frozen inputs and dropout; recomputation is not re-entrant, so layers get gradients and the same masks."""
+    kind = "rslora with dropout"
+    plain = pools[3].run(trained, word, kind, "fp32", 2, {"recompute": "none"})[0]
+    for level in ("full", "selective"):
+        losses, norms, weights, *_ = pools[3].run(trained, word, kind, "fp32", 2, {"recompute": level})[0]
+        assert (losses, norms) == (plain[0], plain[1])
+        assert all(torch.equal(weights[name], plain[2][name]) for name in weights) and norms[0] > 0

@@ -15,6 +15,7 @@ from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
 from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, saves_behind, swap_bytes
 from tercet.planner.legal import formats, fp8_gain, refusals
+from tercet.planner.longest import longest_sequence
 from tercet.planner.ranges import spread, within
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
 from tercet.planner.ways import WaysOut, shortage, way_for
@@ -228,6 +229,7 @@ def answer_for(
         },
         "machine": machine_json(machine),
         "strategies": strategies,
+        "longest": longest_sequence(search, found.fits) if found else None,
         "refused": refused,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
         "ways_out": ways,

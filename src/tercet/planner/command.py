@@ -6,7 +6,8 @@ import shlex
 from typing import Any
 
 from tercet.planner.answer import is_recipe
-from tercet.spec.recipe import load_recipe
+from tercet.spec.families import FAMILIES, HUB
+from tercet.spec.recipe import load_recipe, shipped_recipes
 from tercet.spec.strategy import Strategy, Work
 
 ANY_MODEL = "any-text"  # the shipped recipe that a bare model is trained with
@@ -22,8 +23,12 @@ def train_command(name: str, overrides: list[str], answer: dict[str, Any]) -> st
         words = ["tercet", "train", str(name), *kept]
         recipe = load_recipe(name, overrides)
         path, stated = recipe.strategy.offload.nvme_path, Work.of(recipe)
+    elif adapter_recipe := recipe_with_adapter(name, kept):
+        shipped, kept = adapter_recipe
+        words = ["tercet", "train", shipped, "data.train=YOUR.jsonl", *kept]
+        path, stated = None, Work.of(load_recipe(shipped))
     else:
-        words = ["tercet", "train", ANY_MODEL, f"model={name}", *kept]
+        words = ["tercet", "train", ANY_MODEL, f"model={with_weights(name, kept)}", *kept]
         path, stated = None, Work(0, 0)
     given = {o.partition("=")[0].strip() for o in kept}
     for key, attribute in (("data.sequence_tokens", "sequence_tokens"), ("train.batch_sequences", "batch_sequences")):
@@ -34,6 +39,30 @@ def train_command(name: str, overrides: list[str], answer: dict[str, Any]) -> st
     if path is not None and best.on_nvme:
         words.append(f"strategy.offload.nvme_path={path}")
     return shlex.join([*words, "--ranks", str(best.ranks)])
+
+
+def recipe_with_adapter(model: str, overrides: list[str]) -> tuple[str, list[str]] | None:
+    """Return (the shipped recipe of this model and adapter, the overrides that it does not say itself), if there is one."""
+    wanted = dict(o.split("=", 1) for o in overrides if o.startswith("adapter."))
+    if "adapter.kind" not in wanted:
+        return None
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        quantize = wanted.get("adapter.quantize", "none")
+        there = recipe.model.path or ""
+        if recipe.adapter.kind == wanted["adapter.kind"] and recipe.adapter.quantize == quantize:
+            if model in (there, HUB.get(there.lower())):
+                said = (f"adapter.kind={recipe.adapter.kind}", f"adapter.quantize={recipe.adapter.quantize}")
+                return name, [o for o in overrides if o not in said]
+    return None
+
+
+def with_weights(model: str, overrides: list[str]) -> str:
+    """Return a model's name; under an adapter, which stands on weights, a preset's by the hub's name that brings them."""
+    adapted = any(o.startswith("adapter.kind=") and o != "adapter.kind=none" for o in overrides)
+    families = {id(module): module for module in FAMILIES.values()}.values()
+    names = (hub for module in families for hub, preset in module.HUB.items() if preset == model)
+    return next(names, model) if adapted else model
 
 
 def strategy_keys(strategy: Strategy) -> list[str]:

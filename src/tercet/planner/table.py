@@ -123,6 +123,8 @@ def head(answer: dict[str, Any], width: int) -> str:
         f"{work['batch_sequences']} sequences of {work['sequence_tokens']} tokens per step "
         f"({work['tokens_per_step']} tokens), {work['precision']}, {work['optimizer']}{usable}",
     ]
+    if longest := answer["longest"]:
+        lines.append(f"sequences of up to {longest['tokens']} tokens fit ({longest['strategy']}, one at a time)")
     return "\n".join(wrapped(line, width) for line in lines)
 
 
