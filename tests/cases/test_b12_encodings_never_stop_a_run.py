@@ -61,9 +61,9 @@ def test_a_console_without_letters_prints_all_the_same(tmp_path):
     assert b"Traceback" not in stopped.stderr
     done = run("data.bad_rows=skip", "--show", "2")
     assert done.returncode == 0, done.stderr
-    assert b"20 to train" in done.stdout and b"== sample 1" in done.stdout
+    assert b"20 to train" in done.stdout and b"== document 1" in done.stdout
     found = json.loads(run("data.bad_rows=skip", "--show", "1", "--json").stdout)
-    assert found["hit"] is True and CHINESE[:4] in found["samples"][0]
+    assert found["hit"] is True and CHINESE[:4] in json.dumps(found["samples"][0], ensure_ascii=False)
     manifest = next((tmp_path / "c").glob("*/manifest.json"))
     assert "数据.jsonl" in manifest.read_text(encoding="utf-8")
     # A training run: its samples and data's names are Chinese, and all that it leaves behind is UTF-8.

@@ -54,7 +54,7 @@ def test_all_linear_is_every_matrix_but_experts_router_and_head():
 @pytest.mark.parametrize(
     ("model", "target", "says"),
     [
-        (tiny_model, "q_prj", r"'q_prj' matches no matrix of this model, did you mean 'q_proj'"),
+        (tiny_model, "q_prj", r"'q_prj' matches no matrix of this model; did you mean q_proj"),
         (tiny_model, "model.layers.7.*", r"There are: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
         (tiny_model, "lm_head", r"the head get no adapters"),
         (tiny_deepseek, "experts", r"experts get no adapters here"),

@@ -50,10 +50,10 @@ def recipe_with_adapter(model: str, overrides: list[str]) -> tuple[str, list[str
         recipe = load_recipe(name)
         quantize = wanted.get("adapter.quantize", "none")
         there = recipe.model.path or ""
-        if recipe.adapter.kind == wanted["adapter.kind"] and recipe.adapter.quantize == quantize:
-            if model in (there, HUB.get(there.lower())):
-                said = (f"adapter.kind={recipe.adapter.kind}", f"adapter.quantize={recipe.adapter.quantize}")
-                return name, [o for o in overrides if o not in said]
+        same = recipe.adapter.kind == wanted["adapter.kind"] and recipe.adapter.quantize == quantize
+        if same and model in (there, HUB.get(there.lower())):
+            said = (f"adapter.kind={recipe.adapter.kind}", f"adapter.quantize={recipe.adapter.quantize}")
+            return name, [o for o in overrides if o not in said]
     return None
 
 
