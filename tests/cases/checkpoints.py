@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tercet.engine.shards import Part, Save
+from tercet.engine.shards import Save, SavedFile
 from tercet.parallel.world import World
 from tercet.spec.run_folder import RunFolder
 from tercet.training.checkpoint import Checkpoints
@@ -29,7 +29,7 @@ class SmallEngine:
         if self._random:
             time.sleep(self._random.random() * 0.004)
         position = {"steps_done": 0, "updates": 0}
-        part = Part(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value}, {"w": 0})
+        part = SavedFile(folder / f"rank-{self.rank}.safetensors", {"weights/w": self.value}, {"w": 0})
         save = Save(lambda: [part], position, self.background)
         if self._random:
             time.sleep(self._random.random() * 0.004)

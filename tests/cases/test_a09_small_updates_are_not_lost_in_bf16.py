@@ -7,7 +7,7 @@ import torch
 
 from tercet.engine.optim import build_optimizer
 from tercet.parallel.data import Replicated
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.world import World
 from tercet.spec.model import Tensor
@@ -39,7 +39,7 @@ def move(precision: str, gradient: float, decay: float) -> float:
         layout.finish_gradients()
         optimizer.step()
         layout.after_update()
-    part: Part = layout.parts[0]
+    part: ParameterShard = layout.parts[0]
     assert layout.module.weight.dtype == PRECISIONS[precision].compute
     torch.testing.assert_close(layout.module.weight.float(), part.value, rtol=2**-8, atol=0)
     return 1.0 - part.value.mean().item()

@@ -30,7 +30,7 @@ def router_gradients(world, word, micro, keys, balance):
         batches = micro_batches(step, world.rank, world.size, micro, ROWS)
         engine.step(batches, 0.0, Terms(balance, mtp_weight=0.3))
     return [
-        (p.name, p.begin, engine.optimizer.state[p.value]["exp_avg"].clone())
+        (p.name, p.region.begin, engine.optimizer.state[p.value]["exp_avg"].clone())
         for p in engine.layout.parts
         if p.description.kind == "router"
     ]

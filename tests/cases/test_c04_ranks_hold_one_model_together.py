@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from tercet.parallel.part import chunk_rows
 from tercet.spec.families import describe
+from tercet.spec.placement import region
 from tercet.spec.recipe import ModelSection
 from tercet.weights.reading import load_model, stored_weights
 from tercet.weights.writing import save_folder
@@ -61,7 +61,7 @@ def load_on_a_rank(world, folder):
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     highest = int(peak.split()[1]) * 1024 - before
     grown = process.memory_info().rss - before
-    return grown, highest, {p.name: (p.begin, p.value.double().sum().item()) for p in engine.layout.parts}
+    return grown, highest, {p.name: (p.region.begin, p.value.double().sum().item()) for p in engine.layout.parts}
 
 
 def test_together_one_model(pools, folder):
@@ -76,6 +76,6 @@ def test_together_one_model(pools, folder):
     expected = dict(load_model(folder).named_parameters())
     for rank, (_, _, shards) in enumerate(results):
         for name, (begin, total) in shards.items():
-            first, last = chunk_rows(expected[name].shape[0], 3, rank)
-            assert begin == first
-            assert total == pytest.approx(expected[name][first:last].double().sum().item(), rel=1e-12)
+            rows = region(expected[name].shape[0], 3, rank)
+            assert begin == rows.begin
+            assert total == pytest.approx(expected[name][rows.slice].double().sum().item(), rel=1e-12)

@@ -10,9 +10,10 @@ import torch
 from tercet.engine.adamw import chance, fresh_state, round_by_chance
 from tercet.engine.blocks import decode, encode, levels
 from tercet.engine.optim import build_optimizer
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.spec.model import Tensor
 from tercet.spec.optimizers.blocks import blocks_per_row, moment_bytes
+from tercet.spec.placement import Region
 from tercet.spec.recipe import OptimSection
 
 
@@ -48,16 +49,16 @@ def test_a_second_moment_above_zero_never_becomes_zero():
     assert back[0, 1] == 0 and (back[0, 2:] > 0).all()
 
 
-def parts_of(values: dict[str, torch.Tensor], begin: int = 0) -> list[Part]:
+def parts_of(values: dict[str, torch.Tensor], begin: int = 0) -> list[ParameterShard]:
     found = []
     for name, value in values.items():
         kind = "norm" if value.ndim == 1 else "matrix"
         description = Tensor(name, tuple(value.shape), ("a", "b")[: value.ndim], kind)
-        found.append(Part(description, begin, begin + value.shape[0], value))
+        found.append(ParameterShard(description, Region(begin, begin + value.shape[0], value.shape[0]), value))
     return found
 
 
-def run(parts: list[Part], optim: OptimSection, gradients, steps: int) -> None:
+def run(parts: list[ParameterShard], optim: OptimSection, gradients, steps: int) -> None:
     optimizer = build_optimizer(parts, optim, seed=5)
     for part in parts:
         optimizer.state[part.value] = fresh_state(part.value, optim.name == "adamw-8bit")
@@ -68,9 +69,9 @@ def run(parts: list[Part], optim: OptimSection, gradients, steps: int) -> None:
         optimizer.step()
 
 
-def seeded(part: Part, step: int) -> torch.Tensor:
+def seeded(part: ParameterShard, step: int) -> torch.Tensor:
     g = torch.randn(40, *part.value.shape[1:], generator=torch.Generator().manual_seed(step))
-    return g[part.begin : part.end]
+    return g[part.region.slice]
 
 
 @pytest.mark.parametrize(("name", "dtype", "bound"), [("adamw-8bit", "float32", 2e-2), ("adamw", "bfloat16", 6e-3)])

@@ -25,20 +25,20 @@ _NAMED = {split: re.compile(rf"(?:^|[-._ /])(?:{'|'.join(w)})(?:[-._ /]|$)", re.
 
 
 @dataclass
-class Found:
+class FolderFiles:
     """`taken` in the order of their paths; `passed` has (path, reason) of everything else."""
 
     taken: list[Path] = field(default_factory=list)
     passed: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def search(folder: Path, side: str) -> Found:
+def search(folder: Path, side: str) -> FolderFiles:
     """Return what a folder holds for `side` ("train" or "validation"), through all levels and links.
 
     Tables (JSON Lines, Parquet, …) come before texts: beside them README.md and LICENSE.txt are no rows. Where file
     names tell splits, the side's own is taken.
     """
-    found = Found()
+    found = FolderFiles()
     files = sorted(_walk(folder, found))
     known = formats.suffixes() - {".py"}  # a folder of programs is no folder of texts
     good = []
@@ -56,13 +56,13 @@ def search(folder: Path, side: str) -> Found:
     return found
 
 
-def matches(pattern: Path) -> Found:
+def matches(pattern: Path) -> FolderFiles:
     """Return the files that a glob names, each once.
 
     `**` goes through every folder once, links included; the standard library's would follow a link back to a folder
     again and again.
     """
-    found = Found()
+    found = FolderFiles()
     if "**" not in pattern.parts:
         found.taken = sorted(Path(p) for p in glob.glob(str(pattern)) if os.path.isfile(p))
         return found
@@ -82,7 +82,7 @@ def _matches(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
     return bool(parts) and fnmatch.fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
 
 
-def _walk(folder: Path, found: Found) -> Iterator[Path]:
+def _walk(folder: Path, found: FolderFiles) -> Iterator[Path]:
     """Yield every file below a folder. A folder that was entered before, by whatever link, is not entered again."""
     entered: set[tuple[int, int]] = set()
     waiting = [folder]
@@ -112,7 +112,7 @@ def _walk(folder: Path, found: Found) -> Iterator[Path]:
         waiting += sorted(folders, key=lambda p: (not p.is_symlink(), p), reverse=True)
 
 
-def _of_split(folder: Path, files: list[Path], side: str, found: Found) -> list[Path]:
+def _of_split(folder: Path, files: list[Path], side: str, found: FolderFiles) -> list[Path]:
     splits = {p: split_of(p.relative_to(folder).as_posix()) for p in files}
     there = set(splits.values()) - {None}
     if len(there) < 2 and not (there == {"train"} and side == "validation"):

@@ -122,12 +122,12 @@ def _check_map(section: SourceSection, files: list[File], key: str) -> None:
         raise InputError(f"{key}.map: {section.path} is {files[0].format}, which has no columns", "Take map out.")
 
 
-def _paths(text: str, key: str) -> folders.Found:
+def _paths(text: str, key: str) -> folders.FolderFiles:
     if text.startswith("package:"):
-        return folders.Found([_in_package(text, key)])
+        return folders.FolderFiles([_in_package(text, key)])
     path = Path(text).expanduser()
     if path.is_file():
-        return folders.Found([path])
+        return folders.FolderFiles([path])
     if path.is_dir():
         found = folders.search(path, "validation" if key.startswith("data.validation") else "train")
         if not found.taken:
@@ -148,7 +148,7 @@ def _paths(text: str, key: str) -> folders.Found:
     raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
 
 
-def _reasons(found: folders.Found) -> str:
+def _reasons(found: folders.FolderFiles) -> str:
     counts = Counter(why for _, why in found.passed)
     return f" (passed over: {', '.join(f'{n} {why}' for why, n in counts.most_common())})" if counts else ""
 

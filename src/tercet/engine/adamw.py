@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tercet.engine.blocks import decode, encode
 from tercet.engine.shards import Reader
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.spec.optimizers.adamw import MOMENTS, scale_of
 from tercet.spec.optimizers.blocks import blocks_per_row
 
@@ -46,7 +46,7 @@ class RowAdamW(torch.optim.Optimizer):
 
     updates = 0
 
-    def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[Part], seed: int, **defaults: Any):
+    def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[ParameterShard], seed: int, **defaults: Any):
         super().__init__(groups, defaults)
         self._parts = {part.value: part for part in parts}
         self._seed = seed
@@ -70,7 +70,7 @@ class RowAdamW(torch.optim.Optimizer):
             for moment, found in zip(MOMENTS, (first, second), strict=True):
                 _write(state, moment, rows, found)
             if value.dtype == torch.bfloat16:
-                begin = (part.begin + rows.start) * value[0].numel()
+                begin = (part.region.begin + rows.start) * value[0].numel()
                 round_by_chance(new, _key(self._seed, self.updates, part.name), begin)
             value[rows] = new
 
@@ -144,7 +144,7 @@ def saved_moments(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
                 yield key, state[key]
 
 
-def restore_moment(state: dict[str, Tensor], moment: str, reader: Reader, part: Part) -> None:
+def restore_moment(state: dict[str, Tensor], moment: str, reader: Reader, part: ParameterShard) -> None:
     """Read a part's rows of a moment from a save, whichever way that holds it: codes stay codes, bit for bit."""
     scale = scale_of(moment)
     saved = reader.keys()
@@ -153,8 +153,8 @@ def restore_moment(state: dict[str, Tensor], moment: str, reader: Reader, part: 
         device = part.value.device
         codes = torch.empty(part.value.shape, dtype=torch.uint8, device=device)
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=device)
-        reader.read_into(f"{moment}/{part.name}", part.begin, codes)
-        reader.read_into(f"{scale}/{part.name}", part.begin, scales)
+        reader.read_into(f"{moment}/{part.name}", part.region.begin, codes)
+        reader.read_into(f"{scale}/{part.name}", part.region.begin, scales)
         if scale in state:
             state[moment].copy_(codes)
             state[scale].copy_(scales)
@@ -162,8 +162,8 @@ def restore_moment(state: dict[str, Tensor], moment: str, reader: Reader, part: 
             state[moment].copy_(decode(codes, scales, SIGNED[moment]))
         return
     if scale not in state:
-        reader.read_into(f"{moment}/{part.name}", part.begin, state[moment])
+        reader.read_into(f"{moment}/{part.name}", part.region.begin, state[moment])
         return
     plain = torch.empty(part.value.shape, dtype=torch.float32, device=part.value.device)
-    reader.read_into(f"{moment}/{part.name}", part.begin, plain)
+    reader.read_into(f"{moment}/{part.name}", part.region.begin, plain)
     _write(state, moment, slice(None), plain)

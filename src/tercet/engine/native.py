@@ -21,7 +21,7 @@ from tercet.engine.optim import build_optimizer, scale_gradients, square_sum
 from tercet.engine.scaling import LossScale
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Save, on_cards, restored, room_for_copies
+from tercet.engine.shards import Provider, Save, SavedFile, on_cards, restored, room_for_copies
 from tercet.model.adapter import adapt, named_parameters, plain_name
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
@@ -30,13 +30,13 @@ from tercet.model.through_transformers import ThroughTransformers, check_documen
 from tercet.parallel.data import Replicated, pinned
 from tercet.parallel.layout import Layout
 from tercet.parallel.offload import InputsOnHost
-from tercet.parallel.part import chunk_rows
 from tercet.parallel.precision import PRECISIONS
 from tercet.parallel.recompute import recompute
 from tercet.spec.families.through_transformers import TransformersModel
 from tercet.spec.mesh import SAME_TOKENS
 from tercet.spec.model import Tensor as Description
 from tercet.spec.optimizers.adamw import MOMENTS, scale_of
+from tercet.spec.placement import region
 from tercet.spec.recompute import level_of
 from tercet.spec.strategy import Strategy
 
@@ -100,11 +100,11 @@ class NativeEngine(EngineBase):
                 return masters[name].to(self.world.device, self._precision.compute, copy=True)
             # Only the rows that this rank will keep are read. The rest of the whole tensor is cut off next and never
             # touched, and memory of the host that was never touched is not there.
-            begin, end = chunk_rows(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
+            rows = region(t.shape[0], mesh.shard, mesh.position(self.world.rank)["shard"])
             value = torch.empty(t.shape, dtype=kept, device=self.world.device)
             if not trained and strategy.zero < 3:
-                begin, end = 0, t.shape[0]
-            value[begin:end] = stored.rows(name, begin, end)
+                rows = region(t.shape[0], 1, 0)
+            value[rows.slice] = stored.rows(name, rows.begin, rows.end)
             return value
 
         sharder = None
@@ -304,8 +304,8 @@ class NativeEngine(EngineBase):
         found = []
         mesh, axes = self.world.mesh, self.layout.copied_along
         for part in self.layout.parts:
-            cut = slice(*chunk_rows(part.end - part.begin, mesh.size(axes), mesh.index(self.world.rank, axes)))
-            begin = part.begin + cut.start
+            cut = region(part.region.rows, mesh.size(axes), mesh.index(self.world.rank, axes)).slice
+            begin = part.region.begin + cut.start
             if cut.start == cut.stop:
                 continue
             state = self.optimizer.state[part.value]
@@ -321,7 +321,7 @@ class NativeEngine(EngineBase):
     def save(self, folder: Path) -> Save:
         self._end_evaluation()
         rows = self._saved_rows()
-        part = Part(
+        part = SavedFile(
             folder / f"rank-{self.world.rank}.safetensors",
             {key: tensor for key, tensor, _ in rows},
             {key.partition("/")[2]: begin for key, _, begin in rows},
@@ -336,7 +336,7 @@ class NativeEngine(EngineBase):
         self._end_evaluation()
         reader = self._open_saved(folder)
         for part in self.layout.parts:
-            reader.read_into(f"weights/{part.name}", part.begin, part.value)
+            reader.read_into(f"weights/{part.name}", part.region.begin, part.value)
             for moment in MOMENTS:
                 restore_moment(self.optimizer.state[part.value], moment, reader, part)
         self._restore_counts(reader)

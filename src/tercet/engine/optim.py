@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tercet.engine.adamw import RowAdamW
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.spec.recipe import OptimSection
 
 UNDECAYED = frozenset(("norm", "bias"))  # decaying a scale or a shift pulls it to a value that means nothing
 
 
-def build_optimizer(parts: Sequence[Part], optim: OptimSection, seed: int = 0) -> torch.optim.Optimizer:
+def build_optimizer(parts: Sequence[ParameterShard], optim: OptimSection, seed: int = 0) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) over the parts' values: torch's fused one where all
     is fp32, else ours. `seed` is that of stochastic rounding."""
     decayed = [p.value for p in parts if p.description.kind not in UNDECAYED]
@@ -28,12 +28,12 @@ def build_optimizer(parts: Sequence[Part], optim: OptimSection, seed: int = 0) -
     return RowAdamW(groups, parts, seed, **settings)
 
 
-def square_sum(parts: Sequence[Part]) -> Tensor:
+def square_sum(parts: Sequence[ParameterShard]) -> Tensor:
     """Return the sum of squares of all gradients, fp64 on the CPU: fp32 norms per tensor, added in fp64."""
     grads = [p.value.grad for p in parts if p.value.grad is not None]
     norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
     return torch.stack(norms).double().square().sum().cpu()
 
 
-def scale_gradients(parts: Sequence[Part], factor: float) -> None:
+def scale_gradients(parts: Sequence[ParameterShard], factor: float) -> None:
     torch._foreach_mul_([p.value.grad for p in parts if p.value.grad is not None], factor)

@@ -39,7 +39,7 @@ def file_hash(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedFile:
     """One file of a save. `rows`: parameter name -> first row, or first element when the layout is flat."""
 
     path: Path
@@ -57,7 +57,7 @@ class Save:
 
     def __init__(
         self,
-        parts: Callable[[], Iterable[Part]],
+        parts: Callable[[], Iterable[SavedFile]],
         position: dict[str, Any],
         background: bool,
         layout: str = "rows",
@@ -68,7 +68,7 @@ class Save:
         self._metadata = {"position": json.dumps(position), "layout": layout, "engine": engine}
         if background:
             copies = [replace(part, tensors={k: copied(t) for k, t in part.tensors.items()}) for part in parts()]
-            self._parts: Callable[[], Iterable[Part]] = lambda: copies
+            self._parts: Callable[[], Iterable[SavedFile]] = lambda: copies
         else:
             self._parts = lambda: (piece for part in parts() for piece in pieces(part))
         self.again()
@@ -121,7 +121,7 @@ def room_for_copies(copies_bytes: float, ranks: int) -> bool:
     return copies_fit(copies_bytes, free_bytes(torch.device("cpu"), ranks))
 
 
-def pieces(part: Part) -> Iterator[Part]:
+def pieces(part: SavedFile) -> Iterator[SavedFile]:
     """Cut a part that lies on a card into files of PIECE_BYTES at most, one larger tensor excepted."""
     if not on_cards(part.tensors.values()):
         yield part
@@ -136,7 +136,7 @@ def pieces(part: Part) -> Iterator[Part]:
         size += tensor.nbytes
     for n, tensors in enumerate(groups):
         path = part.path if len(groups) == 1 else part.path.with_stem(f"{part.path.stem}-piece-{n}")
-        yield Part(path, tensors, {name: part.rows[name] for name in (key.partition("/")[2] for key in tensors)})
+        yield SavedFile(path, tensors, {name: part.rows[name] for name in (key.partition("/")[2] for key in tensors)})
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from tercet.model.adapter import named_parameters
 from tercet.model.quantized import NF4Linear
 from tercet.parallel.layout import Layout
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
 from tercet.spec.axes.data import buckets
 from tercet.spec.mesh import AXES, TOKENS
 from tercet.spec.model import Model
+from tercet.spec.placement import region
 
 
 class Replicated(Layout):
@@ -53,7 +54,7 @@ class Replicated(Layout):
             value = parameter.detach() if masters is None else masters[name]
             if masters is None and precision.has_master:
                 parameter.data = parameter.detach().to(precision.compute)
-            self.parts.append(Part(descriptions[name], 0, value.shape[0], value))
+            self.parts.append(ParameterShard(descriptions[name], region(value.shape[0], 1, 0), value))
         self.on_host = masters is not None
         self._has_master = precision.has_master or self.on_host
         self._attach_gradients()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tercet.parallel.data import accumulate_in
 from tercet.parallel.host_memory import own, pin, shared
 from tercet.parallel.layout import Inputs, Layout
-from tercet.parallel.part import Part, chunk_rows
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.parallel.precision import Precision
 from tercet.parallel.streams import Copier
 from tercet.parallel.world import World
@@ -34,6 +34,7 @@ from tercet.spec.axes.host import BEGIN, Sizes, ends_with_embedding, groups, pla
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
 from tercet.spec.model import Tensor as Description
+from tercet.spec.placement import region
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class Group:
     working: Tensor  # host: what is fetched
     masters: Tensor  # host: what is updated; the same memory as `working` where the formats are
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ParameterShard] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)  # host, fp32: of each part, over micro-batches and ranks
     squares: Tensor | None = None  # of `sums`, added up
     updated: int = 0  # the job after which the weights are those of the coming step
@@ -141,11 +142,11 @@ class HostLayout(Layout):
             for n, (t, working, master) in enumerate(rows):
                 value = self._blank.expand(t.shape) if self._on_card else working
                 group.parameters[t.name] = self._set(module, every, t.name, value)
-                begin, end = chunk_rows(t.shape[0], self.world.size, self.world.rank)
-                if end > begin:
-                    group.parts.append(Part(t, begin, end, master[begin:end]))
+                own_rows = region(t.shape[0], self.world.size, self.world.rank)
+                if own_rows.rows:
+                    group.parts.append(ParameterShard(t, own_rows, master[own_rows.slice]))
                     sums = flat[group.begins[n] :][: t.parameters].view(t.shape) if flat is not None else None
-                    group.sums.append(own_like(master[begin:end]) if sums is None else sums)
+                    group.sums.append(own_like(master[own_rows.slice]) if sums is None else sums)
 
     @staticmethod
     def _set(module: nn.Module, every: dict[str, nn.Parameter], name: str, value: Tensor) -> nn.Parameter:
@@ -322,9 +323,9 @@ class HostLayout(Layout):
             turn = self._order(group) % 2
             of_ranks = [dict(zip(group.parameters, group.views(rank[turn]), strict=True)) for rank in self._staging]
             for part, total in zip(group.parts, group.sums, strict=True):
-                total.copy_(of_ranks[0][part.name][part.begin : part.end])
+                total.copy_(of_ranks[0][part.name][part.region.slice])
                 for one in of_ranks[1:]:
-                    total.add_(one[part.name][part.begin : part.end])
+                    total.add_(one[part.name][part.region.slice])
         # Row by row: whoever holds a row gets the same norm of it, so the whole norm does not depend on the ranks.
         norms = [torch.linalg.vector_norm(total.view(len(total), -1), dim=1) for total in group.sums]
         group.squares = torch.cat([*norms, torch.zeros(1, device=self.world.host)]).double().square().sum()
@@ -363,7 +364,7 @@ class HostLayout(Layout):
             return
         into = dict(zip(group.parameters, group.views(group.working), strict=True))
         for part in group.parts:
-            into[part.name][part.begin : part.end].copy_(part.value)
+            into[part.name][part.region.slice].copy_(part.value)
 
     def complete(self) -> None:
         """Return when every update that was decided on is done, on every rank."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tercet.parallel.part import Part
+from tercet.parallel.parameter_shard import ParameterShard
 
 
 class Inputs:
@@ -33,7 +33,7 @@ class Layout(Protocol):
     """
 
     module: Any  # the model, called like a Decoder
-    parts: Sequence[Part]  # what this rank updates
+    parts: Sequence[ParameterShard]  # what this rank updates
     on_host: bool  # whether masters and optimizer state live in host memory
     copied_along: tuple[str, ...]  # mesh axes along which ranks hold the same parts
 

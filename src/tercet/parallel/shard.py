@@ -26,12 +26,13 @@ from torch.distributed.tensor import DTensor
 from tercet.parallel.data import packed_scales, split_parameters
 from tercet.parallel.layout import Layout
 from tercet.parallel.mesh import device_mesh
-from tercet.parallel.part import Part, chunk_rows
+from tercet.parallel.parameter_shard import ParameterShard
 from tercet.parallel.precision import Precision
 from tercet.parallel.world import World
 from tercet.spec.memory_limit import memory_limit
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
+from tercet.spec.placement import region
 from tercet.spec.strategy import Strategy
 
 
@@ -97,9 +98,9 @@ class Sharded(Layout):
         for name, parameter in self._parameters.items():
             if self._own_sums:
                 parameter.register_post_accumulate_grad_hook(partial(self._add_up, name))
-            begin, end = chunk_rows(parameter.shape[0], world.mesh.shard, shard)
-            if end > begin:
-                self.parts.append(Part(descriptions[name], begin, end, parameter.to_local().detach()))
+            rows = region(parameter.shape[0], world.mesh.shard, shard)
+            if rows.rows:
+                self.parts.append(ParameterShard(descriptions[name], rows, parameter.to_local().detach()))
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]

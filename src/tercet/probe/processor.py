@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tercet.spec.cards import Row, bytes_of
+from tercet.spec.cards import CardFields, bytes_of
 from tercet.spec.machine import GIB
 
 SECONDS = 0.6  # per measurement
@@ -131,7 +131,7 @@ def devices() -> list[torch.device]:
     return [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
 
 
-def card_entry(row: Row, device: torch.device) -> dict[str, Any]:
+def card_entry(row: CardFields, device: torch.device) -> dict[str, Any]:
     """Return a card's block as gpus.toml has it, each number measured here and its source saying so."""
     found: dict[str, Any] = {
         "bandwidth_gbps": memory(device) / 1e9,

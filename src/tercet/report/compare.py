@@ -18,10 +18,12 @@ MOMENTS = {"between_steps": "between steps", "peak": "at the peak"}
 # and the gaps that `reserve` stands for; resident host memory is everything.
 PEAKS = {"cuda": ("allocated at the peak", False), "cpu": ("resident at the peak", True)}
 
-Row = dict[str, Any]
+ComparedRow = dict[str, Any]
 
 
-def compare(plan: dict[str, Any], summary: dict[str, Any], rehearsal: dict[str, Any] | None = None) -> list[Row]:
+def compare(
+    plan: dict[str, Any], summary: dict[str, Any], rehearsal: dict[str, Any] | None = None
+) -> list[ComparedRow]:
     """Return rows {what, group, unit, predicted, measured, error}; error: predicted / measured - 1, or None.
 
     With a rehearsal (rehearsal.json) each row has `rehearsed` too: what it found on a simulated card, or None.
@@ -41,7 +43,7 @@ def compare(plan: dict[str, Any], summary: dict[str, Any], rehearsal: dict[str, 
     return rows
 
 
-def _row(group: str, what: str, unit: str, predicted: float | None, measured: float | None) -> Row:
+def _row(group: str, what: str, unit: str, predicted: float | None, measured: float | None) -> ComparedRow:
     return {
         "what": what,
         "group": group,
@@ -61,7 +63,7 @@ def error_of(predicted: float | None, measured: float | None) -> float | None:
     return predicted / measured - 1
 
 
-def _memory(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
+def _memory(plan: dict[str, Any], summary: dict[str, Any]) -> list[ComparedRow]:
     rows = []
     for moment, name in MOMENTS.items():
         predicted, measured = predicted_rows(plan, moment), _largest(_get(summary, "memory", moment))
@@ -76,7 +78,7 @@ def _memory(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _peak(predicted: dict[str, float], peak: float, device: str) -> Row:
+def _peak(predicted: dict[str, float], peak: float, device: str) -> ComparedRow:
     """The whole of a rank. Without a known device nobody can say what was measured: no prediction then."""
     what, with_reserve = PEAKS.get(device, ("largest at the peak", None))
     whole = None
@@ -107,7 +109,7 @@ def predicted_rows(plan: dict[str, Any], moment: str) -> dict[str, float]:
     return rows
 
 
-def _time(plan: dict[str, Any], summary: dict[str, Any]) -> list[Row]:
+def _time(plan: dict[str, Any], summary: dict[str, Any]) -> list[ComparedRow]:
     rows = []
     for key, what, unit in (
         ("tokens_per_second", "tokens per second", "tokens/s"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.report.cards import card_facts, card_warnings
-from tercet.report.compare import MOMENTS, Row, device_of, number, predicted_rows
+from tercet.report.compare import MOMENTS, ComparedRow, device_of, number, predicted_rows
 from tercet.report.story import Story
 from tercet.units import show_bytes, show_count, show_seconds
 
@@ -269,7 +269,7 @@ def show_value(value: float | None, unit: str) -> str:
     return f"{value:.3g} s" if unit == "s" and value < 10 else show_seconds(value) if unit == "s" else show_count(value)
 
 
-def show_error(row: Row) -> str:
+def show_error(row: ComparedRow) -> str:
     """Return the error in percent, "exact" when both sides are equal."""
     if row["error"] is None:
         return MISSING
@@ -278,14 +278,14 @@ def show_error(row: Row) -> str:
     return f"{100 * row['error']:+.1f} %".replace("-", "−")
 
 
-def grade(row: Row) -> str:
+def grade(row: ComparedRow) -> str:
     if row["error"] is None:
         return ""
     size = abs(row["error"])
     return "close" if size <= CLOSE else "near" if size <= NEAR else "far"
 
 
-def comparison_groups(compared: list[Row]) -> list[dict[str, Any]]:
+def comparison_groups(compared: list[ComparedRow]) -> list[dict[str, Any]]:
     """Return the tables of the comparison. Rows that are nothing on both sides are left out."""
     groups = []
     for name, title in GROUPS.items():
@@ -316,7 +316,7 @@ def comparison_groups(compared: list[Row]) -> list[dict[str, Any]]:
     return groups
 
 
-def _bars(row: Row, largest: float) -> list[tuple[str, str]]:
+def _bars(row: ComparedRow, largest: float) -> list[tuple[str, str]]:
     """Return (side, percent of the table's largest) of the sides that have a figure above zero."""
     return [(side, f"{100 * row[side] / largest:.1f}") for side in ("predicted", "measured") if row[side]]
 
@@ -364,7 +364,7 @@ def sampling_of(story: Story) -> str:
     return f"drawn at temperature {temperature:g}" if temperature else "taking the most probable token each time"
 
 
-def comparison_note(compared: list[Row], bars: bool = True) -> str:
+def comparison_note(compared: list[ComparedRow], bars: bool = True) -> str:
     """Return the lines under the tables: what the figures are, and why some are missing."""
     text = "Error is predicted over measured, less one. Bytes are those of the fullest rank"
     text += "; the pale bar is the plan's." if bars else "."

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from tercet.errors import InputError
-from tercet.report.compare import Row, compare, number
+from tercet.report.compare import ComparedRow, compare, number
 from tercet.spec.run_folder import RunFolder, read_json, read_state
 
 WARM_UP = 0.1  # share of the first steps that no speed is taken from, as in summary.json
@@ -69,7 +69,7 @@ class Story:
     checkpoints: list[SavedStep]
     damaged_lines: list[int]
     headline: dict[str, Any] = field(default_factory=dict)
-    compared: list[Row] = field(default_factory=list)
+    compared: list[ComparedRow] = field(default_factory=list)
 
 
 def read_story(run: RunFolder) -> Story:

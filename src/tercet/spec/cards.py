@@ -25,29 +25,31 @@ FIELDS = (
 )
 MIB = 2**20
 INSTALL_FOR_CARDS = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
-Row = dict[str, str]
+CardFields = dict[str, str]
 
 
-def all_cards() -> list[Row]:
+def all_cards() -> list[CardFields]:
     """Return one row per card of this machine, whether or not it may be used; [] without nvidia-smi."""
     text = _ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
     cells = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip())
     return [dict(zip(FIELDS, row, strict=False)) for row in cells]
 
 
-def detect_gpus(environment: Mapping[str, str] = os.environ) -> list[Row]:
+def detect_gpus(environment: Mapping[str, str] = os.environ) -> list[CardFields]:
     """Return one row per card that a run started here sees, in the order of its ranks."""
     return visible(all_cards(), environment.get("CUDA_VISIBLE_DEVICES"), mig_devices)
 
 
-def visible(rows: list[Row], wanted: str | None, slices: Callable[[], list[Row]] = list) -> list[Row]:
+def visible(
+    rows: list[CardFields], wanted: str | None, slices: Callable[[], list[CardFields]] = list
+) -> list[CardFields]:
     """Return the rows that CUDA_VISIBLE_DEVICES leaves: numbers, UUIDs (or their beginnings), slices of a card.
 
     As CUDA reads it: what follows the first name of no card is left out, and a card named twice hides all.
     """
     if wanted is None:
         return rows
-    found: list[Row] = []
+    found: list[CardFields] = []
     for token in (part.strip() for part in wanted.split(",")):
         row = _named(rows, token, slices)
         if row is None:
@@ -57,7 +59,7 @@ def visible(rows: list[Row], wanted: str | None, slices: Callable[[], list[Row]]
     return found if len(set(names)) == len(names) else []
 
 
-def _named(rows: list[Row], token: str, slices: Callable[[], list[Row]]) -> Row | None:
+def _named(rows: list[CardFields], token: str, slices: Callable[[], list[CardFields]]) -> CardFields | None:
     if re.fullmatch(r"\d+", token):
         return next((row for row in rows if row["index"] == str(int(token))), None)
     if token.startswith("MIG-"):
@@ -72,7 +74,7 @@ def _named(rows: list[Row], token: str, slices: Callable[[], list[Row]]) -> Row 
     return fits[0] if len(fits) == 1 else None
 
 
-def mig_devices() -> list[Row]:
+def mig_devices() -> list[CardFields]:
     """Return the slices of cards in MIG mode: uuid, parent's uuid, name with its profile, memory by the profile."""
     found, parent, card = [], "", ""
     for line in _ask("-L").splitlines():
@@ -86,7 +88,7 @@ def mig_devices() -> list[Row]:
     return found
 
 
-def bytes_of(row: Row, field: str) -> int | None:
+def bytes_of(row: CardFields, field: str) -> int | None:
     """Return a memory field in bytes, or None where the driver does not say."""
     text = row.get(field, "")
     return int(text) * MIB if text.isdigit() else None

@@ -11,7 +11,7 @@ from tercet.spec.axes.split import chunk
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.blocks.mtp import MTP
 from tercet.spec.model import Layer, Model, Tensor
-from tercet.spec.placement import Place, Row, Rules
+from tercet.spec.placement import LedgerRow, Place, Rules
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Counts:
         self.kinds = [self._kind(layer, n) for layer, n in _grouped((*model.layers, *model.mtp))]
         self._buckets: dict[float, int] = {}
         self._padded: dict[int, int] = {}
-        self._placed: dict[Rules, dict[tuple[Row, Place, bool], float]] = {}
+        self._placed: dict[Rules, dict[tuple[LedgerRow, Place, bool], float]] = {}
         self.blocks = len(model.layers) + len(model.mtp)
 
     def _kind(self, layer: Layer | MTP, numbers: tuple[int, ...]) -> LayerKind:
@@ -144,10 +144,10 @@ class Counts:
             self._padded[ranks] = sum(held * row * n for held, row, n in rows)
         return self._padded[ranks]
 
-    def placed(self, rules: Rules) -> dict[tuple[Row, Place, bool], float]:
+    def placed(self, rules: Rules) -> dict[tuple[LedgerRow, Place, bool], float]:
         """Return the bytes that a rank places, by (row, place, whether they stay between steps); summed once per rules."""
         if rules not in self._placed:
-            found: dict[tuple[Row, Place, bool], float] = {}
+            found: dict[tuple[LedgerRow, Place, bool], float] = {}
             for tensor, n in self.tensors:
                 for held in rules.place(tensor, *self.treatment(tensor)).held:
                     key = held.row, held.place, held.stays

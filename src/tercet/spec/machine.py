@@ -19,7 +19,7 @@ import orjson
 
 from tercet.errors import InputError, nearest
 from tercet.places import config_folder
-from tercet.spec.cards import Row, all_cards, bytes_of, detect_gpus
+from tercet.spec.cards import CardFields, all_cards, bytes_of, detect_gpus
 from tercet.spec.memory_limit import memory_limit
 from tercet.units import parse_bytes
 
@@ -414,7 +414,7 @@ def _hidden() -> tuple[str, ...]:
     return (f"CUDA_VISIBLE_DEVICES is {wanted!r}: the CPU is used, not the {here} cards that are here",) if here else ()
 
 
-def card_here(row: Row, measured: dict[str, Any]) -> Gpu:
+def card_here(row: CardFields, measured: dict[str, Any]) -> Gpu:
     """Return one card of this machine: rates of its kind, its own memory, less what others hold of it.
 
     `measured` holds the entries that doctor has written, by name. Raises InputError for a card of no known rates.
@@ -449,7 +449,7 @@ def _kind(words: set[str]) -> set[str]:
     return {w for w in words if not re.fullmatch(r"\d+gb|modified|sxm|pcie", w)}
 
 
-def _held_by_others(row: Row) -> int:
+def _held_by_others(row: CardFields) -> int:
     # Under somebody else's launcher the ranks are on their cards already, and what is held is their own.
     return 0 if "RANK" in os.environ else bytes_of(row, "memory.used") or 0
 
@@ -477,7 +477,7 @@ def weakest(cards: Sequence[Gpu]) -> Gpu:
 WORTH_SAYING_BYTES = 64 * 2**20  # below, it is what the driver itself keeps on an idle card
 
 
-def notes_of(rows: Sequence[Row], cards: Sequence[Gpu]) -> tuple[str, ...]:
+def notes_of(rows: Sequence[CardFields], cards: Sequence[Gpu]) -> tuple[str, ...]:
     """Return a sentence for each card whose memory others hold, and for cards or sizes that differ."""
     found = []
     for row, card in zip(rows, cards, strict=True):

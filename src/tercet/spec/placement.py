@@ -14,7 +14,7 @@ from tercet.spec.axes.split import chunk
 from tercet.spec.model import Tensor
 from tercet.spec.optimizers.blocks import moment_bytes
 
-Row = Literal["weights", "master", "gradients", "optimizer"]
+LedgerRow = Literal["weights", "master", "gradients", "optimizer"]
 Place = Literal["card", "host", "file"]
 
 
@@ -33,6 +33,10 @@ class Region:
     def rows(self) -> int:
         return self.end - self.begin
 
+    @property
+    def slice(self) -> slice:
+        return slice(self.begin, self.end)
+
 
 def region(rows: int, parts: int, part: int) -> Region:
     """Return a part's rows as torch.chunk and Shard(0) cut them: 64 over 3 is 22, 22, 20, each stored as 22."""
@@ -45,7 +49,7 @@ def region(rows: int, parts: int, part: int) -> Region:
 class Held:
     """One copy of a tensor's numbers that a rank holds during a step, and between steps too where it stays."""
 
-    row: Row
+    row: LedgerRow
     bytes: float
     place: Place = "card"
     stays: bool = True
@@ -136,7 +140,7 @@ class Rules:
         """Shards are stored in the master's format; weights are gathered for a step unless each use gathers them."""
         row = tensor.parameters // tensor.shape[0]
         stored = where.stored * row
-        shard: Row = "master" if self.master else "weights"
+        shard: LedgerRow = "master" if self.master else "weights"
         held = [Held(shard, (self.master or self.weight) * stored, self.masters_in)]
         if where.rows:
             held.append(Held("optimizer", self._states(tensor, where.rows), self.states_in))

@@ -32,7 +32,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     folder: Path
     state: dict[str, Any]
     skipped: list[str]  # newer ones that were not complete, each with the reason
@@ -81,7 +81,7 @@ def fault_of(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     return None
 
 
-def find_checkpoint(checkpoints: Path, world: World = ALONE) -> Found | None:
+def find_checkpoint(checkpoints: Path, world: World = ALONE) -> FoundCheckpoint | None:
     """Return the newest complete checkpoint, or None when none was ever published; the ranks share the reading.
 
     Raises InputError, on all ranks, naming the files when there are some but every one is damaged.
@@ -91,7 +91,7 @@ def find_checkpoint(checkpoints: Path, world: World = ALONE) -> Found | None:
     for _, folder in world.meet(steps_in(checkpoints))[0]:
         faults = [fault for fault in world.meet(fault_of(folder, world.rank, world.size)) if fault is not None]
         if not faults:
-            return Found(folder, world.meet(read_state(folder))[0], skipped, damaged)
+            return FoundCheckpoint(folder, world.meet(read_state(folder))[0], skipped, damaged)
         skipped.append(faults[0])
         damaged.append(folder)
     if skipped:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tercet.errors import InputError, listed
 from tercet.spec.families import read_config
-from tercet.spec.families.names import Part, parts, plain_names, shared_copies
+from tercet.spec.families.names import StoredTensor, parts, plain_names, shared_copies
 from tercet.spec.families.safetensors_header import tensor_files
 from tercet.spec.model import Model
 from tercet.spec.model import Tensor as Description
@@ -120,7 +120,7 @@ class Stored:
             if tensor.kind == "expert" and tensor.name in have:
                 for part in self._parts[tensor.name]:
                     wanted.pop(part.name)
-                whole = Part(tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0])
+                whole = StoredTensor(tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0])
                 self._parts[tensor.name], wanted[tensor.name] = (whole,), whole
         missing = set(wanted) - have
         extra = {name for name in have - set(wanted) if not self._known_extra(name, config)}

@@ -33,7 +33,7 @@ from tercet.engine.formats import Held, check_formats, held
 from tercet.engine.optim import UNDECAYED
 from tercet.engine.schedules import loss_of
 from tercet.engine.seeds import seed_random_numbers
-from tercet.engine.shards import Part, Provider, Save, on_cards, restored, room_for_copies
+from tercet.engine.shards import Provider, Save, SavedFile, on_cards, restored, room_for_copies
 from tercet.errors import NotLegalError
 from tercet.model.build import make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
@@ -265,12 +265,12 @@ class DeepSpeedEngine(EngineBase):
         background = on_cards(self.fragments.flats) and room_for_copies(copies, self.world.size)
         return Save(lambda: self._parts(folder), position, background, layout="flat", engine="deepspeed")
 
-    def _parts(self, folder: Path) -> Iterator[Part]:
+    def _parts(self, folder: Path) -> Iterator[SavedFile]:
         """Yield what is in memory as one part, and each group that lives in files as one of its own."""
         stem = f"rank-{self.world.rank}"
-        here = Part(folder / f"{stem}.safetensors", {}, {})
+        here = SavedFile(folder / f"{stem}.safetensors", {}, {})
         for group, fragments in self.fragments.to_save():
-            part = here if group is None else Part(folder / f"{stem}-group-{group}.safetensors", {}, {})
+            part = here if group is None else SavedFile(folder / f"{stem}-group-{group}.safetensors", {}, {})
             for fragment in fragments:
                 part.rows[fragment.name] = fragment.begin
                 part.tensors[f"weights/{fragment.name}"] = fragment.master

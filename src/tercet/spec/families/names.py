@@ -17,7 +17,7 @@ PREFIXES = ("_orig_mod.", "module.", "base_model.model.")  # left by torch.compi
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredTensor:
     """One tensor of a file: it fills rows `begin` to `end` of `tensor[expert]` (of all of it without an expert)."""
 
     name: str
@@ -28,10 +28,10 @@ class Part:
     end: int = 0
 
 
-def parts(tensor: Tensor) -> tuple[Part, ...]:
+def parts(tensor: Tensor) -> tuple[StoredTensor, ...]:
     """Return what a tensor is made of on disk, in order."""
     if tensor.kind != "expert":
-        return (Part(tensor.stored or tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0]),)
+        return (StoredTensor(tensor.stored or tensor.name, tensor.name, tensor.shape, None, 0, tensor.shape[0]),)
     stem, _, last = tensor.name.rpartition(".")
     experts, rows, columns = tensor.shape
     if last == "down_proj":
@@ -39,28 +39,30 @@ def parts(tensor: Tensor) -> tuple[Part, ...]:
     else:
         pieces = (("gate_proj", 0, rows // 2), ("up_proj", rows // 2, rows))
     return tuple(
-        Part(f"{stem}.{e}.{name}.weight", tensor.name, (end - begin, columns), e, begin, end)
+        StoredTensor(f"{stem}.{e}.{name}.weight", tensor.name, (end - begin, columns), e, begin, end)
         for e in range(experts)
         for name, begin, end in pieces
     )
 
 
-def stored(model: Model) -> tuple[Part, ...]:
+def stored(model: Model) -> tuple[StoredTensor, ...]:
     """Return every tensor of a saved folder: parameters, balancing biases, and the copies of embedding and
     head that the published files hold in each further prediction."""
     found = [part for tensor in (*model.tensors(), *model.buffers()) for part in parts(tensor)]
     return (*found, *shared_copies(model))
 
 
-def shared_copies(model: Model) -> tuple[Part, ...]:
+def shared_copies(model: Model) -> tuple[StoredTensor, ...]:
     """Return the tensors that repeat the embedding and the head inside each further prediction."""
     head = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
     shape = (model.vocabulary, model.width)
     found = []
     for k in range(len(model.mtp)):
         prefix = f"model.layers.{len(model.layers) + k}."
-        found.append(Part(f"{prefix}embed_tokens.weight", "model.embed_tokens.weight", shape, None, 0, shape[0]))
-        found.append(Part(f"{prefix}shared_head.head.weight", head, shape, None, 0, shape[0]))
+        found.append(
+            StoredTensor(f"{prefix}embed_tokens.weight", "model.embed_tokens.weight", shape, None, 0, shape[0])
+        )
+        found.append(StoredTensor(f"{prefix}shared_head.head.weight", head, shape, None, 0, shape[0]))
     return tuple(found)
 
 
