@@ -17,6 +17,7 @@ except SystemExit as end:
     assert end.code in (None, 0, 3), end.code  # 3: nothing fits, which is an answer too
 heavy = [m for m in ("torch", "transformers", "tokenizers", "pyarrow", "plotly", "tensorboard") if m in sys.modules]
 print("HEAVY", heavy)
+print("COMMANDS", [m for m in sys.modules if m.startswith("tercet.cli.")])
 """
 
 
@@ -35,6 +36,8 @@ def test_no_heavy_import(arguments, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
+    if not arguments[0].startswith("-"):  # help names them all
+        assert f"COMMANDS ['tercet.cli.{arguments[0]}']" in done.stdout
 
 
 def test_importing_the_package_is_light():

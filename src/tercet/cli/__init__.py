@@ -7,20 +7,47 @@ import importlib
 import io
 import pkgutil
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from tercet.errors import InputError, InterruptedRun, TercetError, file_error
 
+# Help is as wide as the terminal; what is printed to a file or a pipe has 80 columns.
+CONTEXT = {"max_content_width": 160, "help_option_names": ["-h", "--help"]}
+COMMANDS = tuple(module.name for module in pkgutil.iter_modules(__path__))
+
+
+class Commands(TyperGroup):
+    """The commands, each loaded when it is asked for: one that answers in half a second imports no other."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
+            importlib.import_module(f"{__name__}.{cmd_name}").register(alone)
+            self.commands[cmd_name] = typer.main.get_command(alone)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:  # whose nearest name is looked for among those that are loaded
+            for name in COMMANDS:
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="tercet",
+    cls=Commands,
     help="Train DeepSeek-style language models on a few graphics cards; know beforehand what fits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    # Help is as wide as the terminal; what is printed to a file or a pipe has 80 columns.
-    context_settings={"max_content_width": 160, "help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
     epilog="Example: tercet plan deepseek-llm-7b --gpus 3x4090; then tercet train first-light",
 )
 
@@ -36,10 +63,6 @@ def _version(
 
         typer.echo(__version__)
         raise typer.Exit
-
-
-for _command in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_command.name}").register(app)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
 
 DEFAULT_BATCH = 96  # divisible by 1, 2, 3, 4, 6 and 8 cards
 DEFAULT_SEQUENCE = 2048
-SHOWN = 12  # strategies in an answer
+SHOWN = 12  # strategies in an answer; so many refusals say what would make them fit
 
 
 def plan(
@@ -204,7 +204,8 @@ def answer_for(
     ranks = min(ranks_of(section, machine.ranks), machine.ranks)
     found = None if missing else search.run(section, ranks, deepspeed, files=ahead)
     strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
-    refused = [refusal(search, r, bool(strategies) or not search.open_for_offload(section)) for r in found.refused] if found else []  # fmt: skip
+    look = bool(strategies) or not search.open_for_offload(section)
+    refused = [refusal(search, r, look and n < SHOWN) for n, r in enumerate(found.refused)] if found else []
     ways = []
     if found and not strategies:
         quantised = _quantised(base) if ahead and model == base else None

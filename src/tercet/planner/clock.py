@@ -12,7 +12,7 @@ from tercet.planner import host as resident
 from tercet.planner.constants import Constants
 from tercet.planner.job import Job
 from tercet.planner.ledger import tensors_at_peak
-from tercet.spec.axes import data, expert, shard, tensor
+from tercet.spec.axes import data, shard, tensor
 from tercet.spec.axes.traffic import Collective
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.counts import Counts, LayerKind
@@ -193,7 +193,7 @@ def _layer(counts: Counts, kind: LayerKind, job: Job, speed: Rates, c: Constants
 def _again(job: Job, kind: LayerKind, share: dict[str, float]) -> float:
     """Return how much of a forward is run again, over a kind's layers; `share` by level, 1 where it says nothing."""
     each = levels(job.recompute, kind.numbers)
-    return sum(n * share.get(level, 1.0) for level, n in each.items()) / kind.count
+    return sum(n * share.get(level, 1.0) for level, n in each) / kind.count
 
 
 def _matmul(m: Matmul, tokens: int, job: Job, speed: Rates, c: Constants) -> float:
@@ -273,7 +273,7 @@ def collectives(counts: Counts, job: Job) -> list[Collective]:
         found += tensor.traffic(layers, row, job.accumulation, job.recompute == "full")
     if job.shards == 1:
         return found
-    found += expert.traffic(counts.model)
+    found += counts.expert_traffic
     if job.host_resident:
         return found
     if counts.model.frozen:

@@ -7,6 +7,7 @@ and clock know Jobs only, so what is fitted to other people's runs is the same a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from tercet.spec.optimizers.adamw import COUNT_BYTES
@@ -90,6 +91,9 @@ class Job:
 
     def rules(self, frozen: bool = False, rank: int = 0) -> Rules:
         """Return how this job's tensors are placed; `frozen`: all but adapters are."""
+        return _rules(self, frozen, rank)
+
+    def _made_rules(self, frozen: bool, rank: int) -> Rules:
         away = self.offload & {"optimizer", "weights"}
         gradients: tuple[Place, ...] = ("card", "host") if "optimizer" in self.offload else ("card",)
         if self.step_in_backward or "gradients" in self.offload:
@@ -152,6 +156,11 @@ class Job:
             # config.py: summed_in); in fp32 they go at once, as they do under stage 3.
             leaving=4 if on_host and self.zero < 3 and mixed and self.accumulation > 1 else 0,
         )
+
+
+@lru_cache(maxsize=16)  # card, host and disk of one candidate are summed by the same rules
+def _rules(job: Job, frozen: bool, rank: int) -> Rules:
+    return job._made_rules(frozen, rank)
 
 
 NF4_BYTES = 0.516  # 4 bits and an 8-bit constant per block of 64, itself quantised (arXiv 2305.14314, section 3)

@@ -159,7 +159,7 @@ def working(counts: Counts, job: Job, constants: Constants, on_gpu: bool = True)
 
 def _kind_bytes(counts: Counts, kind: LayerKind, job: Job, on_gpu: bool) -> float:
     """Return what all layers of a kind keep per token, each at its own level of recomputation."""
-    each = levels(job.recompute, kind.numbers).items()
+    each = levels(job.recompute, kind.numbers)
     return sum(n * layer_bytes(counts, kind, job, level, on_gpu) for level, n in each)
 
 

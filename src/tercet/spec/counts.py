@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from tercet.spec.axes import expert
 from tercet.spec.axes.data import buckets
 from tercet.spec.axes.host import Sizes
 from tercet.spec.axes.split import chunk
+from tercet.spec.axes.traffic import Collective
 from tercet.spec.blocks.cost import Kept, Matmul
 from tercet.spec.blocks.mtp import MTP
 from tercet.spec.model import Layer, Model, Tensor
@@ -98,6 +100,11 @@ class Counts:
         """Embedding, final norm, head: what no layer and no further prediction holds."""
         prefixes = tuple(prefix for prefix, _ in self.model.blocks())
         return tuple(t for t in self.model.tensors() if not t.name.startswith(prefixes))
+
+    @cached_property
+    def expert_traffic(self) -> tuple[Collective, ...]:
+        """Return what experts send in a step, whatever the strategy."""
+        return tuple(expert.traffic(self.model))
 
     @cached_property
     def host_sizes(self) -> Sizes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from functools import cache
 
 KEPT_OPERATORS = (
     "aten::mm",
@@ -38,6 +38,7 @@ def level_of(recompute: str, block: int) -> str:
     return "none" if block % n else "full"
 
 
-def levels(recompute: str, blocks: Iterable[int]) -> dict[str, int]:
-    """Return how many of these blocks have which level."""
-    return dict(Counter(level_of(recompute, block) for block in blocks))
+@cache  # a plan asks for the same blocks some thousand times
+def levels(recompute: str, blocks: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Return (level, how many of these blocks have it)."""
+    return tuple(Counter(level_of(recompute, block) for block in blocks).items())
