@@ -67,6 +67,11 @@ def show_count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def count_of(number: float, what: str) -> str:
+    """Print a number of things: 1 step, 2 steps."""
+    return f"{number:.15g} {what}" + ("" if number == 1 else "s")
+
+
 def show_seconds(value: float) -> str:
     """Print a duration as one would say it: 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
     if value < 60:

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from jsonschema import validate
 
+from tercet.cli import app
 from tercet.spec.families import describe
 from tercet.spec.recipe import json_schema, load_recipe, shipped_recipes
 
@@ -64,3 +66,9 @@ def test_the_readme_shows_the_file_tree():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for folder in sorted(p.name for p in (ROOT / "src/tercet").iterdir() if p.is_dir() and p.name != "__pycache__"):
         assert f"{folder}/" in text, f"README.md does not mention src/tercet/{folder}/"
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readme_names_every_command(page):
+    (line,) = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("  cli/")]
+    assert sorted(re.split("[:：]", line)[1].split()) == sorted(typer.main.get_command(app).list_commands(None))

@@ -17,6 +17,7 @@ from tercet.planner.table import show
 from tercet.spec.machine import machine_of
 from tercet.spec.recipe import StrategySection, load_recipe
 from tercet.spec.strategy import Strategy, Work, resolve
+from tercet.training.preflight import require_base
 
 CASES = [
     ("deepseek-llm-7b", [], {"gpus": "3x4090", "host_ram": "192GB"}),
@@ -161,3 +162,32 @@ def test_a_model_without_a_tokenizer_gets_one_of_its_own_and_a_folder_keeps_its_
     assert load_recipe(tmp_path / "a.yaml", [f"model={tmp_path}"]).data.tokenizer == "model"
     assert load_recipe(tmp_path / "a.yaml", ["model=owner/name"]).data.tokenizer == "model"
     assert load_recipe(tmp_path / "a.yaml", ["data.tokenizer=model"]).data.tokenizer == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "starts", "model"),
+    [
+        ("llama-3.2-1b", "pretrained from meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("llama-1.2b-32k", "random (preset llama-1.2b-32k)", "FOLDER"),  # sizes of nobody's weights
+        ("first-light", "random (preset first-light)", "FOLDER"),
+    ],
+)
+def test_an_adapter_is_planned_on_weights_that_training_accepts(name, starts, model, tmp_path):
+    answer = plan(name, [], gpus="1x4090", method="lora")
+    assert answer["weights"] == starts
+    line = train_command(name, ["adapter.kind=lora"], answer)
+    recipe, keys, _ = as_run(line)
+    assert f"model={model}" in keys
+    there = [key.replace("FOLDER", str(tmp_path)) for key in keys]
+    require_base(load_recipe(recipe, there))  # what tercet train asks
+    assert any("FOLDER" in note for note in answer["notes"]) == (model == "FOLDER")
+
+
+@pytest.mark.parametrize("key", ["strategy.tensor=3", "train.precision=fp8"])
+def test_what_is_not_built_is_not_called_too_large(key):
+    done = CliRunner().invoke(app, ["plan", "first-light", "--gpus", "3x4090", key])
+    assert done.exit_code == 3
+    first, why = done.output.splitlines()[:2]
+    assert first == "CANNOT RUN: first-light on 3x RTX 4090"
+    assert key.partition("=")[0] in why and "not built yet" in why
+    assert "smaller model" not in done.output

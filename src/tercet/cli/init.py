@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tercet.errors import InputError
+from tercet.units import count_of
 
 EXAMPLE = "Example: tercet init texts/*.jsonl --output mine.yaml"
 
@@ -73,7 +74,9 @@ def run(texts: list[str], model: str | None, output: str, as_json: bool) -> None
 
         typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         return
-    typer.echo(f"written: {target} ({found['files']} files, {found['bytes']:,} bytes of text; model {chosen})")
+    typer.echo(
+        f"written: {target} ({count_of(found['files'], 'file')}, {found['bytes']:,} bytes of text; model {chosen})"
+    )
     typer.echo("on this machine: " + (f"fits, {fits[0]}" if fits else "does not fit; tercet plan says what would"))
     name = shlex.quote(str(target))
     typer.echo(f"next: tercet prepare {name} --show 2\n      tercet plan {name}\n      tercet train {name}")

@@ -9,6 +9,7 @@ import typer
 
 from tercet.errors import InputError, TercetError
 from tercet.planner.table import show
+from tercet.units import count_of
 
 if TYPE_CHECKING:
     from tercet.spec.recipe import Recipe
@@ -131,7 +132,7 @@ def with_length(name: str, overrides: list[str]) -> tuple[list[str], dict[str, A
         return overrides, None
     recipe = load_recipe(name, overrides)
     if recipe.train.steps is not None:
-        return overrides, {"steps": recipe.train.steps, "says": f"{recipe.train.steps} steps", "assumed": []}
+        return overrides, {"steps": recipe.train.steps, "says": count_of(recipe.train.steps, "step"), "assumed": []}
     try:
         found = length_of(recipe)
     except (TercetError, OSError):  # no text here yet: planning goes on without it
@@ -168,5 +169,5 @@ def length_of(recipe: Recipe) -> dict[str, Any] | None:
     else:
         return None
     steps = max(1, ceil(epochs * rows / recipe.train.batch_sequences))
-    noun = "epoch" if epochs == 1 else "epochs"
-    return {"steps": steps, "says": f"{epochs:g} {noun}, {about}{steps} steps", "assumed": assumed}
+    says = f"{count_of(epochs, 'epoch')}, {about}{count_of(steps, 'step')}"
+    return {"steps": steps, "says": says, "assumed": assumed}

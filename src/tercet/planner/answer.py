@@ -22,14 +22,14 @@ from tercet.planner.ways import WaysOut, shortage, way_for
 from tercet.spec.adapter import with_adapter
 from tercet.spec.axes.split import either
 from tercet.spec.counts import Counts
-from tercet.spec.families import HUB, describe, presets
+from tercet.spec.families import HUB, describe, hub_name, presets
 from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.model import Model
 from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, resolve
 from tercet.spec.trained import adapter_of, trained_model
-from tercet.units import show_bytes
+from tercet.units import count_of, show_bytes
 
 __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
 
@@ -147,6 +147,8 @@ def read_recipe(
         assumed.append(f"{tokens} tokens per sequence (--sequence)")
     read = build_recipe(tree, [*overrides, *extra])
     if read.adapter.kind != "none":
+        if hub := hub_name(str(name)):  # an adapter stands on weights, which a preset does not bring
+            read = build_recipe({**tree, "model": hub}, [*overrides, *extra])
         base = "nf4" if read.adapter.quantize == "nf4" else "bf16"
         assumed.append(f"adapters of rank {read.adapter.rank} on {read.adapter.targets}, fp32, beside a {base} base")
     elif "train.precision" not in keys:
@@ -232,6 +234,7 @@ def answer_for(
         "strategies": strategies,
         "longest": longest_sequence(search, found.fits) if found else None,
         "refused": refused,
+        "not_built": missing,
         "notes": notes(search, found.fits if found else [], recipe, ranks),
         "ways_out": ways,
         "error_bars": error_bars(machine),
@@ -370,7 +373,7 @@ def costs(
     count = steps if steps is not None else 1e9 / per_step
     total = seconds * count
     found: dict[str, Any] = {
-        "for": f"{steps} steps" if steps is not None else "a billion tokens",
+        "for": count_of(steps, "step") if steps is not None else "a billion tokens",
         "total_seconds": total,
     }
     card = machine.card
@@ -410,6 +413,11 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
     found, machine, work = [], search.machine, search.work
     if search.counts.model.module == "transformers":
         found.append(ESTIMATED)
+    if fits and recipe.adapter.kind != "none" and not recipe.model.pretrained:
+        found.append(
+            f"an adapter stands on trained weights, which {recipe.model.start} are not: the last line holds FOLDER in "
+            "place of a model's folder or hub name"
+        )
     if machine.card is None and not machine.measured:
         found.append(
             "speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent"

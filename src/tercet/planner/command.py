@@ -6,11 +6,12 @@ import shlex
 from typing import Any
 
 from tercet.planner.answer import is_recipe
-from tercet.spec.families import FAMILIES, HUB
+from tercet.spec.families import HUB, hub_name, presets
 from tercet.spec.recipe import load_recipe, shipped_recipes
 from tercet.spec.strategy import Strategy, Work
 
 ANY_MODEL = "any-text"  # the shipped recipe that a bare model is trained with
+NO_WEIGHTS = "FOLDER"  # where an adapter would stand on random weights, which is refused: a note of the plan says so
 
 
 def train_command(name: str, overrides: list[str], answer: dict[str, Any]) -> str | None:
@@ -22,6 +23,8 @@ def train_command(name: str, overrides: list[str], answer: dict[str, Any]) -> st
     if is_recipe(name):
         words = ["tercet", "train", str(name), *kept]
         recipe = load_recipe(name, overrides)
+        if recipe.adapter.kind != "none" and not recipe.model.pretrained:
+            words.append(f"model={NO_WEIGHTS}")
         path, stated = recipe.strategy.offload.nvme_path, Work.of(recipe)
     elif adapter_recipe := recipe_with_adapter(name, kept):
         shipped, kept = adapter_recipe
@@ -60,9 +63,9 @@ def recipe_with_adapter(model: str, overrides: list[str]) -> tuple[str, list[str
 def with_weights(model: str, overrides: list[str]) -> str:
     """Return a model's name; under an adapter, which stands on weights, a preset's by the hub's name that brings them."""
     adapted = any(o.startswith("adapter.kind=") and o != "adapter.kind=none" for o in overrides)
-    families = {id(module): module for module in FAMILIES.values()}.values()
-    names = (hub for module in families for hub, preset in module.HUB.items() if preset == model)
-    return next(names, model) if adapted else model
+    if not adapted or model not in presets():
+        return model
+    return hub_name(model) or NO_WEIGHTS
 
 
 def strategy_keys(strategy: Strategy) -> list[str]:

@@ -60,6 +60,8 @@ def verdict(answer: dict[str, Any], width: int) -> str:
     if "model" not in answer:
         return "No model named: only the file is read."
     what = f"{answer['model']['name']} on {place(answer)}"
+    if missing := answer.get("not_built"):
+        return "\n".join(wrapped(line, width) for line in (f"CANNOT RUN: {what}", *missing))
     if not answer["strategies"]:
         closest = (answer["refused"] or [{"name": "", "why": ["nothing is legal"]}])[0]
         reason = closest["why"][0].partition("; fits with ")[0]

@@ -11,7 +11,7 @@ from typing import Any
 from tercet.report.cards import card_facts, card_warnings
 from tercet.report.compare import MOMENTS, ComparedRow, device_of, number, predicted_rows
 from tercet.report.story import Story
-from tercet.units import show_bytes, show_count, show_seconds
+from tercet.units import count_of, show_bytes, show_count, show_seconds
 
 MISSING = "–"
 CLOSE, NEAR = 0.05, 0.20  # relative errors that are coloured as good and as tolerable
@@ -36,11 +36,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 def plain(value: Any) -> str:
     """Return a text without characters that a page cannot hold: each becomes the replacement character."""
     return _CONTROL.sub("\ufffd", str(value).replace("\r\n", "\n"))
-
-
-def count_of(number: int, what: str) -> str:
-    """Return "1 step", "2 steps"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def show_loss(value: float | None, missing: str = MISSING) -> str:

@@ -120,7 +120,7 @@ def require_base(recipe: Recipe) -> None:
     """Raise InputError for an adapter of random weights, and for a library that it needs and that is missing."""
     if recipe.adapter.kind == "none":
         return
-    if recipe.model.path is None or recipe.model.init == "random":
+    if not recipe.model.pretrained:
         raise InputError(
             f"adapter.kind is {recipe.adapter.kind}, which stands on trained weights, but the weights are "
             f"{recipe.model.start}",

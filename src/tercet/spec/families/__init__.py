@@ -26,6 +26,11 @@ def presets() -> dict[str, Any]:
     return {name: module for module in _MODULES for name in module.PRESETS}
 
 
+def hub_name(name: str) -> str | None:
+    """Return the hub's name, as the hub spells it, of what a preset has the sizes of; None when there is none."""
+    return next((hub for module in _MODULES for hub, preset in module.HUB.items() if preset == name), None)
+
+
 def preset(name: str) -> Model:
     """Return a preset's Model. Raises KeyError for a name that is none."""
     return presets()[name].build(dict(presets()[name].PRESETS[name]), name)

@@ -107,10 +107,15 @@ class ModelSection(Section):
         return model_word(value)
 
     @property
+    def pretrained(self) -> bool:
+        """Whether the weights at step 0 are somebody's."""
+        return self.path is not None and self.init != "random"
+
+    @property
     def start(self) -> str:
         """What the weights are at step 0, in words: random (preset …) or pretrained from …."""
         if self.path is not None:
-            return f"pretrained from {self.path}" if self.init != "random" else f"random (in the shape of {self.path})"
+            return f"pretrained from {self.path}" if self.pretrained else f"random (in the shape of {self.path})"
         return f"random (preset {self.preset})" if self.preset else "random (sizes from the recipe)"
 
 
