@@ -50,6 +50,7 @@ class TinyBatch:
     documents: torch.Tensor
     rows: list[int]
     weights: torch.Tensor | None = None
+    sources: list[int] | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -95,12 +96,19 @@ def micro_batches(
 
 
 def tiny_engine(
-    world: Any, strategy: Strategy, precision: str = "fp32", model: Model | None = None, **optim: Any
+    world: Any,
+    strategy: Strategy,
+    precision: str = "fp32",
+    model: Model | None = None,
+    sources: int = 1,
+    **optim: Any,
 ) -> NativeEngine:
     # A large eps lets the update follow the gradient smoothly: AdamW's first steps are a sign function otherwise,
     # and rounding of a gradient near zero would show as a full step.
     section = OptimSection(**{"lr": 1e-2, "clip": 0.5, "eps": 1e-3, **optim})
-    engine = open_engine(EngineSetup(model or tiny_model(), strategy, section, precision, world, seed=7))
+    engine = open_engine(
+        EngineSetup(model or tiny_model(), strategy, section, precision, world, seed=7, sources=sources)
+    )
     assert isinstance(engine, NativeEngine)
     return engine
 

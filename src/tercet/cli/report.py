@@ -83,7 +83,9 @@ def _print(story: Story) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from tercet.report.show import comparison_groups, comparison_note, lead_of, notes_of, state_of, tiles_of
+    from tercet.report.show import comparison_groups, comparison_note, lead_of, notes_of, show_loss, state_of, tiles_of
+    from tercet.report.sources import source_rows
+    from tercet.units import show_count
 
     console = Console(highlight=False, emoji=False)
     console.print(Text(f"{story.recipe.get('name', 'run')} · {state_of(story)['word']}", style="bold"))
@@ -94,6 +96,15 @@ def _print(story: Story) -> None:
     for tile in tiles_of(story):
         figures.add_row(tile["name"], Text(tile["value"], style="bold"), Text(tile["small"], style="dim"))
     console.print(figures)
+    if sources := source_rows(story.sources, story.steps):
+        table = Table(title="Loss per source", title_justify="left", title_style="bold")
+        table.add_column("source")
+        for name in ("trained tokens", "share", "at first", "at last"):
+            table.add_column(name, justify="right")
+        for row in sources:
+            share, losses = f"{100 * row['share']:.1f} %", (show_loss(row["first"]), show_loss(row["last"]))
+            table.add_row(Text(row["name"]), show_count(row["weight"]), share, *losses)
+        console.print(table)
     groups = comparison_groups(story.compared)
     colors = {"close": "green", "near": "yellow", "far": "red"}
     for group in groups:

@@ -31,6 +31,7 @@ class Batch:
     from 0 within each document. `documents` (n+1,) int32: where documents begin in the flattened B·T
     tokens, and the end; borders of rows are borders of documents. `rows`: number of the sample in each
     place, -1 for an idle place. `weights` (B, T) float32: by how much each label counts in the loss; None: by 1.
+    `sources`: the number of each row's source, -1 for an idle place; None where rows are of one.
     """
 
     input_ids: Tensor
@@ -39,6 +40,7 @@ class Batch:
     documents: Tensor
     rows: list[int]
     weights: Tensor | None = None
+    sources: list[int] | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -99,7 +101,7 @@ class Loader:
         batches = []
         for places in _deal(self.batch_sequences, rank, ranks, micro_batch):
             numbers = [start + i if i < self.batch_sequences else IDLE for i in places]
-            batches.append(self._batch(numbers, self._place))
+            batches.append(self._batch(numbers))
         return batches
 
     def evaluation(self, *, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
@@ -114,12 +116,16 @@ class Loader:
             )
             yield from share
 
-    def _place(self, sample: int) -> tuple[Rows, int]:
-        source, row = self.mix.place(sample)
-        return self.mix.sources[source], row
+    def _batch(self, numbers: Sequence[int]) -> Batch:
+        places = {n: self.mix.place(n) for n in numbers if n != IDLE}
 
-    def _batch(self, numbers: Sequence[int], place_of: Callable[[int], tuple[Rows, int]]) -> Batch:
-        return make_batch(numbers, place_of, self.tokens, self.pad_id, self._weighted)
+        def row(number: int) -> tuple[Rows, int]:
+            source, index = places[number]
+            return self.mix.sources[source], index
+
+        batch = make_batch(numbers, row, self.tokens, self.pad_id, self._weighted)
+        batch.sources = [places[n][0] if n != IDLE else IDLE for n in numbers]
+        return batch
 
 
 def weighted(rows: Rows) -> bool:

@@ -29,6 +29,7 @@ class MicroBatch(Protocol):
     rows: list[int]  # global sample numbers; -1 holds no row
 
     weights: Tensor | None  # of the labels in the loss; None: each counts once
+    sources: list[int] | None  # the source of each row, -1 holds no row; None: there is one
 
     @property
     def trained_tokens(self) -> int: ...
@@ -58,7 +59,8 @@ class StepResult:
     """`loss` is the mean over all trained tokens of the step on all ranks, by their weights; `grad_norm` that of the
     whole model. `tokens`: how many were trained.
 
-    `updated` is False when loss or norm was not finite: then nothing has changed on any rank. `load` says, for a
+    `by_source`: per source of a mix of several the summed loss over its trained tokens and the sum of their weights,
+    over all ranks. `updated` is False when loss or norm was not finite: then nothing has changed on any rank. `load` says, for a
     mixture of experts, how full the experts were: expert_load (the fullest over the mean, worst layer),
     idle_experts, and expert_choices (trained tokens times experts per token times layers: none is dropped).
     """
@@ -70,6 +72,7 @@ class StepResult:
     load: dict[str, float] = field(default_factory=dict)
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens sent to each expert, a list per layer
     loss_scale: float | None = None  # of fp16's dynamic loss scaling, after this step
+    by_source: tuple[tuple[float, float], ...] = ()
     overflowed: tuple[str, ...] = ()  # parameters of this rank whose gradients were not finite, where that is known
 
 
@@ -104,7 +107,7 @@ class EngineSetup:
 
     `weights` is stored weights (engine/shards.py: Provider); None starts from random ones by `seed`. `vocabulary` is
     the tokenizer's size, `stop_ids` end a generated text. `batch_sequences`: the effective batch, which DeepSpeed
-    wants to know beforehand. `swap`: the folder for what the strategy keeps on nvme.
+    wants to know beforehand. `sources`: how many the data is mixed of. `swap`: the folder for what the strategy keeps on nvme.
     """
 
     spec: Model
@@ -117,6 +120,7 @@ class EngineSetup:
     vocabulary: int | None = None
     stop_ids: Sequence[int] = ()
     batch_sequences: int = 1
+    sources: int = 1
     swap: Path | None = None
 
 

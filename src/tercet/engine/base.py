@@ -14,6 +14,7 @@ from torch import Tensor
 from tercet.engine import EngineSetup, MicroBatch, StepResult, Terms
 from tercet.engine.schedules import loss_of
 from tercet.engine.shards import Reader
+from tercet.engine.sources import SourceSums
 from tercet.errors import InputError
 from tercet.model.balance import Balancer
 from tercet.model.decode import generate
@@ -38,17 +39,20 @@ class EngineBase:
         self._peak: dict[str, int] = {}
         self._vocabulary = setup.vocabulary or setup.spec.vocabulary
         self._stop_ids = tuple(setup.stop_ids)
+        self._sources = SourceSums(setup.sources)
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, float]:
-        """Return (the step's trained tokens on all ranks, the sum of their weights): what a summed loss is divided by.
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, float, Tensor]:
+        """Return (the step's trained tokens on all ranks, the sum of their weights, that sum per source of several).
 
-        The sum is 1 where nothing is trained.
+        By the sum a summed loss is divided; it is 1 where nothing is trained.
         """
         own = [sum(b.trained_tokens for b in micro_batches), sum(b.trained_weight for b in micro_batches)]
-        tokens, weight = self.world.sum(torch.tensor(own, dtype=torch.float64), TOKENS).tolist()
-        return int(tokens), weight or 1.0
+        each = self._sources.weights(micro_batches)
+        sums = self.world.sum(torch.cat((torch.tensor(own, dtype=torch.float64), each)), TOKENS)
+        tokens, weight = sums[:2].tolist()
+        return int(tokens), weight or 1.0, sums[2:]
 
     def _set_terms(self, terms: Terms | None) -> Terms:
         """Tell the module what this step learns besides the main loss."""

@@ -22,9 +22,11 @@ from tercet.engine.scaling import LossScale
 from tercet.engine.schedules import StepWork, schedule_of
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Provider, Save, SavedFile, on_cards, restored, room_for_copies
+from tercet.engine.sources import pairs
 from tercet.model.adapter import adapt, named_parameters, plain_name
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
+from tercet.model.objective import RowLosses
 from tercet.model.quantized import STORAGE, NF4Linear
 from tercet.model.through_transformers import ThroughTransformers, check_documents
 from tercet.parallel.data import Replicated, pinned
@@ -168,11 +170,14 @@ class NativeEngine(EngineBase):
         between: Callable[[], None] | None = None,
     ) -> StepResult:
         self._end_evaluation()
-        tokens, weight = self._count_tokens(micro_batches)
-        terms = self._set_terms(terms)
-        loss_sum = self._run(micro_batches, weight, partial(self._begin_micro_batch, between))
+        tokens, weight, weights = self._count_tokens(micro_batches)
+        terms, rows = self._set_terms(terms), self._sources.rows()
+        loss_sum = self._run(micro_batches, weight, partial(self._begin_micro_batch, between), rows)
         self._note_peak()
-        result = self._rebalance(self._update(loss_sum, tokens, weight, lr), terms)
+        losses = torch.cat((loss_sum.cpu()[None], self._sources.losses(micro_batches, rows)))
+        result = self._rebalance(
+            self._update(losses, tokens, torch.cat((torch.tensor([weight], dtype=torch.float64), weights)), lr), terms
+        )
         self.layout.end_step()
         self.steps_done += 1
         return result
@@ -189,7 +194,13 @@ class NativeEngine(EngineBase):
     def _seed(self, step: int, micro_step: int) -> None:
         seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], weight: float, seed: Callable[[int], None]) -> Tensor:
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        weight: float,
+        seed: Callable[[int], None],
+        rows: RowLosses | None = None,
+    ) -> Tensor:
         """Run forward and backward of a step; its gradients are then complete. Returns this rank's summed loss."""
         self.layout.begin_step()
         if self._inputs is not None:
@@ -204,6 +215,7 @@ class NativeEngine(EngineBase):
             seed,
             self._note_peak,
             self._scale,
+            rows,
         )
         loss_sum = self._schedule(work)
         self.layout.finish_gradients()
@@ -232,23 +244,29 @@ class NativeEngine(EngineBase):
         self.balancer.drop_counts()
         return culprits(watch.found, micro_batches)
 
-    def _update(self, loss_sum: Tensor, tokens: int, weight: float, lr: float) -> StepResult:
-        """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike."""
+    def _update(self, losses: Tensor, tokens: int, weights: Tensor, lr: float) -> StepResult:
+        """Clip and update if loss and norm are finite on every rank; decide from sums, so all decide alike.
+
+        `losses`: this rank's summed loss, and that of each source of several; `weights`: the step's, in the same order.
+        """
         parts = self.layout.parts
         if self.spec.mtp and self.module.mtp_weight == 0:
             self._freeze([p for p in parts if p.name.startswith(self._further)])
         squares = self._squares(parts)
         mesh, rank = self.world.mesh, self.world.rank
         # What several ranks hold alike, the first of them counts.
-        once = torch.tensor([mesh.index(rank, axes) == 0 for axes in (SAME_TOKENS, self.layout.copied_along)])
-        sums = self.world.sum(torch.where(once, torch.stack((loss_sum.cpu(), squares)), 0.0))
-        loss, norm = sums[0].item() / weight, sums[1].sqrt().item() / self._scale
+        own = losses if mesh.index(rank, SAME_TOKENS) == 0 else torch.zeros_like(losses)
+        squares = squares if mesh.index(rank, self.layout.copied_along) == 0 else torch.zeros_like(squares)
+        sums = self.world.sum(torch.cat((squares[None], own)))
+        norm, loss = sums[0].sqrt().item() / self._scale, sums[1].item() / weights[0].item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self._skipped(StepResult(loss, norm, tokens, updated=False))
+        by_source = pairs(sums[2:], weights[1:])
         factor = (self._clip / (norm + 1e-6) if norm > self._clip else 1.0) / self._scale
         self._apply(factor, lr)
         self._updates += 1
-        return StepResult(loss, norm, tokens, loss_scale=self._scaler.after(False) if self._scaler else None)
+        scale = self._scaler.after(False) if self._scaler else None
+        return StepResult(loss, norm, tokens, loss_scale=scale, by_source=by_source)
 
     def _squares(self, parts: Sequence[Any]) -> Tensor:
         """Return the sum of squares of this rank's gradients, fp64 on the CPU."""

@@ -20,7 +20,7 @@ from tercet.model.mla import LatentAttention
 from tercet.model.moe import MixtureOfExperts
 from tercet.model.mtp import PredictionLayer, further
 from tercet.model.norm import RMSNorm
-from tercet.model.objective import next_token_loss
+from tercet.model.objective import RowLosses, next_token_loss
 from tercet.model.rope import Table, rotary_table
 from tercet.model.swiglu import FeedForward
 from tercet.spec.blocks.gqa import GQA
@@ -112,6 +112,7 @@ class Carried:
     tally: Tally | None
     caches: Sequence[Cache] | None
     training: bool
+    rows: RowLosses | None = None  # told the main loss of each row
 
 
 class Decoder(nn.Module):
@@ -150,18 +151,19 @@ class Decoder(nn.Module):
         caches: Sequence[Cache] | None = None,
         trained: int | None = None,
         weights: Tensor | None = None,
+        rows: RowLosses | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss, a scalar.
 
         input_ids, positions, labels: (batch, tokens) integers. documents: (documents + 1,) borders over the
         batch * tokens flattened tokens; without them each row is one document. labels are already shifted;
         weights, (batch, tokens) too, say by how much each counts in the loss.
-        Borders on the host and `trained`, the number of labels that count, spare waiting for a card.
+        `rows` is told the main loss of each row. Borders on the host and `trained`, the number of labels that count, spare waiting for a card.
 
         The loss's value is the main loss alone. While training, its gradient is that of the main loss plus the
         balance and multi-token prediction terms: what is printed stays comparable, what is learned is the sum.
         """
-        x, carried = self.begin(input_ids, positions, documents, labels, caches, trained, weights)
+        x, carried = self.begin(input_ids, positions, documents, labels, caches, trained, weights, rows)
         balance: list[Tensor] = []
         for n in range(len(self.spec.layers)):
             x, loss = self.run_block(n, x, carried)
@@ -177,6 +179,7 @@ class Decoder(nn.Module):
         caches: Sequence[Cache] | None = None,
         trained: int | None = None,
         weights: Tensor | None = None,
+        rows: RowLosses | None = None,
     ) -> tuple[Tensor, Carried]:
         """Return (what goes into the first block, what every block needs besides); arguments as in `forward`."""
         if positions is None:
@@ -193,7 +196,7 @@ class Decoder(nn.Module):
         attention = self.spec.layers[0].attention
         wide = torch.float32 if getattr(attention, "fp32_rotation", False) else x.dtype
         table = rotary_table(self.spec.rope, attention.rotary_dim, positions, wide)
-        return x, Carried(input_ids, labels, weights, trained, edges, borders, table, tally, caches, training)
+        return x, Carried(input_ids, labels, weights, trained, edges, borders, table, tally, caches, training, rows)
 
     def run_block(self, n: int, x: Tensor, carried: Carried) -> tuple[Tensor, Tensor | None]:
         """Return layer n's (x, balance loss or None)."""
@@ -206,7 +209,7 @@ class Decoder(nn.Module):
         x = self.model.norm(x)
         if carried.labels is None:
             return nn.functional.linear(x, self.head_weight)
-        main = next_token_loss(x, self.head_weight, carried.labels, carried.trained, carried.weights)
+        main = next_token_loss(x, self.head_weight, carried.labels, carried.trained, carried.weights, carried.rows)
         predicts = carried.training and self.spec.mtp and self.mtp_weight > 0
         further_losses = self._further_losses(x, carried) if predicts else []
         for term in (*balance, *further_losses):

@@ -13,6 +13,21 @@ IGNORED = -100  # a label that is not trained
 CHUNK_TOKENS = 512  # tokens whose logits exist at once; large enough to keep the matmul efficient
 
 
+class RowLosses:
+    """The summed loss of every row that was computed, fp64 on the device: a tensor per call, in the order of the calls.
+
+    No tensor itself, so that whatever casts or moves a module's arguments leaves it alone.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[Tensor] = []
+
+    def begin(self, rows: int, device: torch.device) -> Tensor:
+        """Return zeros to which the losses of a call's rows are to be added."""
+        self.noted.append(torch.zeros(rows, dtype=torch.float64, device=device))
+        return self.noted[-1]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """sum over tokens of (logsumexp(h Wᵀ) - (h Wᵀ)[label]) · weight, both gradients made in forward, chunk by chunk.
 
@@ -22,7 +37,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_grad: bool, counts: Tensor | None = None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        with_grad: bool,
+        counts: Tensor | None = None,
+        row_of: Tensor | None = None,
+        row_sums: Tensor | None = None,
     ) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -37,7 +59,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Cast here: log_softmax(dtype=…) would on a CPU cast itself and hold all three, logits in both formats.
             scores = F.log_softmax(F.linear(h, weight).to(wide), -1)
             found = scores.gather(1, y).masked_fill_(ignored, 0)
-            total -= (found if counts is None else found * counts[part, None]).sum()
+            found = found if counts is None else found * counts[part, None]
+            total -= found.sum()
+            if row_of is not None and row_sums is not None:
+                row_sums.index_add_(0, row_of[part], found.squeeze(1).double(), alpha=-1)
             if with_grad:
                 # softmax - one_hot, written over the scores
                 grad = scores.exp_()
@@ -59,18 +84,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # then an error, which autograd reports.
         grad_hidden.mul_(grad.to(grad_hidden.dtype))
         head = grad_weight.mul_(grad).to(grad_hidden.dtype) if len(grad_weight) else None
-        return grad_hidden, head, None, None, None
+        return grad_hidden, head, None, None, None, None, None
 
 
 def next_token_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, count: int | None = None, weights: Tensor | None = None
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    count: int | None = None,
+    weights: Tensor | None = None,
+    rows: RowLosses | None = None,
 ) -> Tensor:
     """Return the summed loss, a scalar in fp32 (fp64 for fp64 models), over the labels that are not IGNORED.
 
     hidden: (batch, tokens, width), after the final norm; head: (vocabulary, width); labels: (batch, tokens).
     `count` is the number of labels that count, where the host knows it: a card is never asked. `weights`: (batch,
-    tokens), by how much each label counts; without them by 1.
+    tokens), by how much each label counts; without them by 1. `rows` is told what each row adds to the sum.
     """
+    row_of = row_sums = None
+    if rows is not None:
+        row_sums = rows.begin(labels.shape[0], labels.device)
+        row_of = torch.arange(labels.shape[0], device=labels.device).repeat_interleave(labels.shape[1])
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     counts = None if weights is None else weights.flatten()
     trained = labels != IGNORED
@@ -82,4 +116,5 @@ def next_token_loss(
         places = torch.nonzero_static(trained, size=count).squeeze(1)
         hidden, labels = hidden[places], labels[places]
         counts = None if counts is None else counts[places]
-    return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled(), counts)
+        row_of = None if row_of is None else row_of[places]
+    return _LinearCrossEntropy.apply(hidden, head, labels, torch.is_grad_enabled(), counts, row_of, row_sums)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tercet.errors import InputError, listed
-from tercet.model.objective import IGNORED
+from tercet.model.objective import IGNORED, RowLosses
 from tercet.spec.families.through_transformers import SAVE_WITH_IT, TransformersModel, build
 from tercet.spec.model import Balance
 
@@ -136,11 +136,12 @@ class ThroughTransformers(nn.Module):
         caches: list[dict[str, Any]] | None = None,
         trained: int | None = None,
         weights: Tensor | None = None,
+        rows: RowLosses | None = None,
     ) -> Tensor:
         """Return logits (batch, tokens, vocabulary), or with `labels` the summed loss in fp32, a scalar.
 
         input_ids, positions, labels: (batch, tokens) integers, labels shifted already; weights, of the same
-        shape, are theirs in the loss. Documents are where positions begin again at 0; their borders are not looked at. The loss is the next token's alone: balance losses that
+        shape, are theirs in the loss, and `rows` is told what each row adds to it. Documents are where positions begin again at 0; their borders are not looked at. The loss is the next token's alone: balance losses that
         an architecture may have are not in it.
         """
         whole = self._whole[0]
@@ -158,9 +159,13 @@ class ThroughTransformers(nn.Module):
             return logits
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         scores, wanted = logits.flatten(0, 1).to(wide), labels.flatten()
-        if weights is None:
+        if weights is None and rows is None:
             return F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="sum")
-        return (F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="none") * weights.flatten()).sum()
+        each = F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="none")
+        each = each if weights is None else each * weights.flatten()
+        if rows is not None:
+            rows.begin(len(labels), labels.device).add_(each.detach().double().view_as(labels).sum(1))
+        return each.sum()
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from tercet.report.show import (
     state_of,
     tiles_of,
 )
+from tercet.report.sources import losses_of, source_rows
 from tercet.report.story import Story, read_story
 from tercet.spec.run_folder import RunFolder
 from tercet.units import show_bytes, show_count, show_seconds
@@ -36,6 +37,7 @@ from tercet.units import show_bytes, show_count, show_seconds
 TABLE_ROWS = 40  # of the curves as a table
 SAMPLE_STEPS = 20  # per prompt
 SKIP_ROWS = 50
+SOURCE_CHARTS = 12
 
 
 def write_report(run: RunFolder, target: Path | None = None) -> Path:
@@ -78,6 +80,7 @@ def render(story: Story, refresh: int | None = None) -> str:
         comparison_note=comparison_note(story.compared),
         samples=_samples(story),
         checkpoints=_checkpoints(story),
+        sources=_sources(story),
         experts=_experts(story),
         skips=_skips(story),
         skip_count=len(story.skips),
@@ -128,6 +131,9 @@ def charts_of(story: Story) -> list[Chart]:
     ]
     load = _with_median("fullest expert", points_of(steps, "expert_load"))  # of models with experts only
     found.append(chart("Expert load", "fullest expert over the mean", load, resumed))
+    for n, path in enumerate(story.sources[:SOURCE_CHARTS] if len(story.sources) > 1 else []):
+        points = losses_of(steps, n)
+        found.append(chart(f"Loss of {plain(path)}", "nats per token", _with_median("train", points), resumed))
     return [c for c in found if c is not None]
 
 
@@ -220,6 +226,20 @@ def _checkpoints(story: Story) -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def _sources(story: Story) -> list[dict[str, str]]:
+    """Return a row per source of a mix: what was trained of it, and its loss at the beginning and at the end."""
+    return [
+        {
+            "name": plain(row["name"]),
+            "tokens": show_count(row["weight"]),
+            "share": f"{100 * row['share']:.1f} %",
+            "first": show_loss(row["first"]),
+            "last": show_loss(row["last"]),
+        }
+        for row in source_rows(story.sources, story.steps)
+    ]
 
 
 def _experts(story: Story) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tercet.report.cards import card_facts, card_warnings
 from tercet.report.compare import MOMENTS, ComparedRow, device_of, number, predicted_rows
+from tercet.report.sources import source_rows
 from tercet.report.story import Story
 from tercet.units import count_of, show_bytes, show_count, show_seconds
 
@@ -146,11 +147,8 @@ def tiles_of(story: Story) -> list[dict[str, str]]:
         if best is not None and best < h["validation_loss"]:
             small = f"best {show_loss(best)} at step {h['best_validation_step']}"
         add("Validation loss", show_loss(h["validation_loss"]), small)
-        add(
-            "Perplexity",
-            f"{h['perplexity']:.4g}" if h["perplexity"] is not None else None,
-            "exp of validation loss",
-        )
+        perplexity = h["perplexity"]
+        add("Perplexity", None if perplexity is None else f"{perplexity:.4g}", "exp of validation loss")
     add("Train loss", show_loss(h["train_loss"]) if h["train_loss"] is not None else None, "last step")
     if h["tokens_per_second"] is not None:
         counts = {s.ranks for s in story.sessions}
@@ -382,6 +380,7 @@ def to_json(story: Story, page: Path | None) -> dict[str, Any]:
         "strategy": strategy_of(story),
         "ranks": ranks_of(story),
         "headline": story.headline,
+        "sources": source_rows(story.sources, story.steps),
         "compared": story.compared,
         "evaluations": story.evaluations,
         "samples": story.samples,

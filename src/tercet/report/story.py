@@ -58,6 +58,7 @@ class Story:
     failure: str | None
     parameters: int | None
     total_steps: int | None
+    sources: list[str]  # paths of what the data is mixed of
     sessions: list[Session]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -97,6 +98,7 @@ def read_story(run: RunFolder) -> Story:
         failure=failure,
         parameters=_first(_whole(newest.get("parameters")), _whole(described.get("parameters"))),
         total_steps=_whole(newest.get("total_steps")),
+        sources=[str(s) for s in newest["sources"]] if isinstance(newest.get("sources"), list) else [],
         sessions=sessions,
         steps=[e for e in events if e["event"] == "step" and _whole(e.get("step")) is not None],
         evaluations=[e for e in events if e["event"] == "evaluate" and number(e.get("validation_loss")) is not None],

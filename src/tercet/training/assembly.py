@@ -143,6 +143,7 @@ def _engine(
             vocabulary=prepared.vocabulary,
             stop_ids=prepared.stop_ids,
             batch_sequences=recipe.train.batch_sequences,
+            sources=len(prepared.train.sources),
             swap=swap_folder(recipe, run) if strategy.on_nvme else None,
         )
     )

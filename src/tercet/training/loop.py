@@ -184,6 +184,7 @@ class Loop:
                 tokens_per_second=result.tokens / seconds,
                 memory_bytes=peak_bytes(self.world.device),
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
+                **_of_sources(result),
                 **result.load,
             )
             if result.expert_counts and (p.step == self.total_steps or self._due(self.train.evaluate_every)):
@@ -330,6 +331,14 @@ class Loop:
 def show_culprit(culprit: Culprit) -> str:
     more = f" and {culprit.others} more" if culprit.others else ""
     return f"rows {', '.join(map(str, culprit.rows))}: the gradient of {culprit.parameter}{more}"
+
+
+def _of_sources(result: StepResult) -> dict[str, Any]:
+    """Return what an event says of several sources: the mean loss of each, None where it had no row, and its weight."""
+    if not result.by_source:
+        return {}
+    losses = [loss / weight if weight else None for loss, weight in result.by_source]
+    return {"source_loss": losses, "source_weight": [weight for _, weight in result.by_source]}
 
 
 def peak_bytes(device: torch.device) -> int:

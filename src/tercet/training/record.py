@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -77,14 +77,16 @@ class Recorder:
         console: Console | None,
         first_step: int = 0,
         done_there: Collection[str] = ("evaluate", "sample"),
+        sources: Sequence[str] = (),
     ):
-        """`first_step`: the checkpoint's that is resumed, or 0; `done_there`: its events that count as done."""
+        """`first_step`: the checkpoint's that is resumed, or 0; `done_there`: its events that count as done; `sources`:
+        names of those that the data is mixed of."""
         self._run, self._total, self._console = run, total_steps, console
         self._pace = Pace()
         self._unwritten = bytearray()
         self._board: Any = None
         self._lost: set[str] = set()  # logs that failed: said once
-        self._first_step = first_step
+        self._first_step, self._sources = first_step, source_names(sources)
         self._last_line = 0.0
         self._limit = full_speed(run.read_plan())
         trim_events(run, first_step, done_there)
@@ -163,6 +165,9 @@ class Recorder:
         for name in ("loss", "grad_norm", "lr", "tokens_per_second", "expert_load", "idle_experts", "loss_scale"):
             if name in fields:
                 self._scalar(f"train/{name}", fields[name], step)
+        for name, value in zip(self._sources, fields.get("source_loss", ()), strict=False):
+            if value is not None:
+                self._scalar(f"train/loss of {name}", value, step)
         line = step_line(fields, self._limit) + self._eta(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, line=line)
@@ -207,6 +212,13 @@ class Recorder:
         except OSError as error:
             self.say(f"{self._run.events} lacks its last lines: {error.strerror}")
         self._file.close()
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Return a short name for each source, in the order of the recipe: the last part of its path, numbered where
+    several have it."""
+    short = [path.replace("\\", "/").rstrip("/").rpartition("/")[2] or path for path in paths]
+    return [f"{n} {name}" if short.count(name) > 1 else name for n, name in enumerate(short, 1)]
 
 
 def trim_events(run: RunFolder, step: int, done_there: Collection[str]) -> None:

@@ -83,6 +83,7 @@ def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recor
     """Return rank 0's recorder, None on the others; what is known before the first step is written."""
     run, progress = built.run, built.progress
     opened: list[Recorder] = []
+    sources = [s["path"] for s in built.prepared.report["sources"]]
     about = {
         "step": progress.step,
         "ranks": built.world.size,
@@ -90,6 +91,7 @@ def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recor
         "parameters": built.spec.parameters,
         "total_steps": built.total_steps,
         "data": built.prepared.key,
+        "sources": sources,
         "versions": versions(),
     }
     done = {"evaluate": progress.validated_step, "sample": progress.sampled_step}
@@ -102,7 +104,7 @@ def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recor
         if built.engine.config is not None:  # what DeepSpeed was told
             write_json(run.ds_config, built.engine.config)
         done_there = [kind for kind, step in done.items() if step == progress.step]
-        opened.append(Recorder(run, built.total_steps, console, progress.step, done_there))
+        opened.append(Recorder(run, built.total_steps, console, progress.step, done_there, sources))
         opened[0].event("resume" if progress.step else "start", **about)
 
     disk.write("the run's record", 0, lambda _: agreed(built.world, begin, only=0)[1])

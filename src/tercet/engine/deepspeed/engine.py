@@ -34,6 +34,7 @@ from tercet.engine.optim import UNDECAYED
 from tercet.engine.schedules import loss_of
 from tercet.engine.seeds import seed_random_numbers
 from tercet.engine.shards import Provider, Save, SavedFile, on_cards, restored, room_for_copies
+from tercet.engine.sources import pairs
 from tercet.errors import NotLegalError
 from tercet.model.build import make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
@@ -162,11 +163,12 @@ class DeepSpeedEngine(EngineBase):
         terms = self._set_terms(terms)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        loss, tokens = self._run(micro_batches, partial(self._begin_micro_batch, between))
+        loss, tokens, by_source = self._run(micro_batches, partial(self._begin_micro_batch, between))
         updated, norm = self._update()
         self.steps_done += 1
         self._updates += updated
-        result = StepResult(loss, norm if updated else math.nan, tokens, updated, loss_scale=self.loss_scale)
+        norm = norm if updated else math.nan
+        result = StepResult(loss, norm, tokens, updated, loss_scale=self.loss_scale, by_source=by_source)
         return self._rebalance(result, terms)
 
     def _begin_micro_batch(self, between: Callable[[], None] | None, micro_step: int) -> None:
@@ -177,10 +179,14 @@ class DeepSpeedEngine(EngineBase):
     def _seed(self, step: int, micro_step: int) -> None:
         seed_random_numbers(self.seed, step, self.world.data_rank, micro_step)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], seed: Callable[[int], None]) -> tuple[float, int]:
-        """Run forward and backward of a step; return its mean loss over all ranks and its trained tokens."""
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], seed: Callable[[int], None]
+    ) -> tuple[float, int, tuple[tuple[float, float], ...]]:
+        """Run forward and backward of a step; return its mean loss over all ranks, its trained tokens, and the sums of
+        loss and weight per source of several."""
         world = self.world
-        tokens, weight = self._count_tokens(micro_batches)
+        tokens, weight, weights = self._count_tokens(micro_batches)
+        rows, by_source = self._sources.rows(), ()
         self.engine.train()
         # DeepSpeed averages over the ranks, we want the sum over the step's global weight. It would also
         # divide by the accumulation: scale_wrt_gas tells it not to.
@@ -189,10 +195,12 @@ class DeepSpeedEngine(EngineBase):
         loss = math.nan
         for n, batch in enumerate(micro_batches):
             seed(n)
-            batch_loss = loss_of(self.engine, batch, world.device)
+            batch_loss = loss_of(self.engine, batch, world.device, rows)
             loss_sum += batch_loss.detach()
             if n == len(micro_batches) - 1:
-                loss = world.sum(loss_sum.cpu(), TOKENS).item() / weight
+                losses = torch.cat((loss_sum.cpu()[None], self._sources.losses(micro_batches, rows)))
+                sums = world.sum(losses, TOKENS)
+                loss, by_source = sums[0].item() / weight, pairs(sums[1:], weights)
                 self._note_peak()
                 if not math.isfinite(loss):
                     scale = math.nan  # makes every rank's gradients NaN, which DeepSpeed sees and skips the step
@@ -200,7 +208,7 @@ class DeepSpeedEngine(EngineBase):
             self._note_peak()
             if n < len(micro_batches) - 1:
                 self.engine.step()  # counts the micro-batch
-        return loss, tokens
+        return loss, tokens, by_source
 
     def culprits(self, micro_batches: Sequence[MicroBatch]) -> list[Culprit]:
         watch, last = GradientWatch(self.module), len(micro_batches) - 1

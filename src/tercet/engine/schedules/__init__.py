@@ -14,6 +14,7 @@ from torch import Tensor, device
 
 if TYPE_CHECKING:
     from tercet.engine import MicroBatch
+    from tercet.model.objective import RowLosses
     from tercet.parallel.layout import Layout
     from tercet.spec.strategy import Strategy
 
@@ -31,6 +32,7 @@ class StepWork:
     seed: Callable[[int], None]
     note_peak: Callable[[], None]
     scale: float = 1.0  # of the loss before backward (engine/scaling.py); the loss returned is without it
+    rows: RowLosses | None = None  # told the loss of each row, micro-batch by micro-batch
 
 
 Schedule = Callable[[StepWork], Tensor]
@@ -46,7 +48,7 @@ def schedule_of(strategy: Strategy) -> Schedule:
     return micro_batches_first
 
 
-def loss_of(module: Any, batch: MicroBatch, device: device) -> Tensor:
+def loss_of(module: Any, batch: MicroBatch, device: device, rows: RowLosses | None = None) -> Tensor:
     """Return the summed loss of a batch on the host. What must be counted is counted there: a card is not waited for."""
     trained, here = batch.trained_tokens, batch.to(device)
     return module(
@@ -56,4 +58,5 @@ def loss_of(module: Any, batch: MicroBatch, device: device) -> Tensor:
         labels=here.labels,
         trained=trained,
         weights=here.weights,
+        **({} if rows is None else {"rows": rows}),
     )

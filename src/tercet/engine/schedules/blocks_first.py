@@ -50,7 +50,13 @@ def _begin_one(work: StepWork, n: int) -> tuple[Tensor, Carried]:
     trained, here = batch.trained_tokens, batch.to(work.device)
     with torch.enable_grad():  # what is carried says that it trains
         x, more = work.module.begin(
-            here.input_ids, here.positions, here.documents, here.labels, trained=trained, weights=here.weights
+            here.input_ids,
+            here.positions,
+            here.documents,
+            here.labels,
+            trained=trained,
+            weights=here.weights,
+            rows=work.rows,
         )
     return x.detach() if not torch.is_grad_enabled() else x, more
 

@@ -14,7 +14,7 @@ def micro_batches_first(work: StepWork) -> Tensor:
         last = n == len(work.micro_batches) - 1
         work.layout.begin_micro_batch(last)
         work.seed(n)
-        loss = loss_of(work.module, batch, work.device)
+        loss = loss_of(work.module, batch, work.device, work.rows)
         if last:
             work.note_peak()
         (loss / (work.weight / work.scale)).backward()
