@@ -74,6 +74,7 @@ IDLE = {
     "train.sample_every": ["train.sample_every=3"],
     "train.sample_tokens": ["train.sample_tokens=3"],
     "train.sample_temperature": ["train.sample_temperature=0.5"],
+    "train.fp16_accumulation": ["train.fp16_accumulation=true"],
     "train.nonfinite_limit": ["train.nonfinite_limit=3"],
     "train.balance.bias_speed": ["train.balance.bias_speed=0.1"],
     "train.balance.bias_until": ["train.balance.bias_until=0.5"],

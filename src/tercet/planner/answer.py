@@ -448,6 +448,11 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
             f"ranks to one drive (drives wear by bytes written); at {(rate or search.constants.nvme_rate) / 1e9:.1f} GB/s, "
             + ("as measured by tercet doctor" if rate else "which is assumed (tercet doctor measures it)")
         )
+    if work.fp16_accumulation:
+        found.append(
+            "train.fp16_accumulation: sums of matmuls are rounded to 11 bits on the way and overflow at 65504; overflowing "
+            "steps are skipped, but compare the loss with a run without it before you trust one with it"
+        )
     gain = fp8_gain(machine)
     if gain and work.precision == "bf16" and machine.card:
         found.append(

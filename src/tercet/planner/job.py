@@ -208,7 +208,11 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         state_blocks=in_blocks,
         rounds_by_chance=work.precision == "bf16-pure",
         activation_bytes=4 if wide else 2,
-        matmul=work.precision if work.precision in ("fp32", "fp16", "fp8") else "bf16",
+        matmul="fp16_fast"
+        if work.fp16_accumulation
+        else work.precision
+        if work.precision in ("fp32", "fp16", "fp8")
+        else "bf16",
         recompute=strategy.recompute,
         kernels="compiled" if strategy.compile else "native" if ours else "eager",
         loss="fused" if ours else "unshifted",

@@ -31,6 +31,9 @@ def refusals(model: Model, strategy: Strategy, work: Work, machine: Machine) -> 
 def formats(work: Work, machine: Machine) -> list[str]:
     """Return the sentence for a number format that the card's tensor cores lack (E23)."""
     card = machine.card
+    if work.fp16_accumulation and (card is None or card.flops.get("fp16_fast", 0) <= card.flops["bf16"]):
+        what = f"{card.name}'s matmuls are no faster" if card else "a CPU's matmuls are never added up"
+        return [f"train.fp16_accumulation: {what} in fp16; leave it out"]
     if work.precision == "fp8":
         if card is None:
             return ["train.precision: fp8 has no fast matmul on a CPU (only an emulation for tests); use bf16 or fp32"]

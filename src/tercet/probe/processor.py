@@ -43,6 +43,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def matmul_fp16_fast(device: torch.device) -> float:
+    """Return FLOP/s of a card's fp16 matmul that is added up in fp16 (train.fp16_accumulation)."""
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        return matmul(device, torch.float16)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
 def matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of a square matmul: 8192 on a card, 1024 on a CPU."""
     n = 8192 if device.type == "cuda" else 1024
@@ -169,6 +179,7 @@ def all_rates(folder: Path) -> dict[str, float]:
     }
     if cards:
         found["matmul_fp16"] = matmul(device, torch.float16)
+        found["matmul_fp16_fast"] = matmul_fp16_fast(device)
         if fp8 := matmul_fp8(device):
             found["matmul_fp8"] = fp8
         found |= host_copies(cards)

@@ -249,6 +249,7 @@ MEASURED = (
     "matmul_fp32",
     "matmul_bf16",
     "matmul_fp16",
+    "matmul_fp16_fast",
     "matmul_fp8",
     "memory",
     "host_to_card",

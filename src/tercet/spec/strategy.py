@@ -104,6 +104,7 @@ class Work:
     precision: str = "bf16"
     optimizer: str = "adamw"
     quantize: str = "none"  # the format of a frozen base under adapters
+    fp16_accumulation: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> Work:
@@ -113,6 +114,7 @@ class Work:
             recipe.train.precision,
             recipe.optim.name,
             recipe.adapter.quantize,
+            recipe.train.fp16_accumulation,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 
 from tercet.data.kept import Kept, read_kept
@@ -123,6 +124,7 @@ def rows_beyond(recipe: Recipe, rows_per_epoch: int, total_steps: int) -> str | 
 def _engine(
     recipe: Recipe, run: RunFolder, spec: Model, strategy: Strategy, prepared: Prepared, world: World
 ) -> Engine:
+    torch.backends.cuda.matmul.allow_fp16_accumulation = recipe.train.fp16_accumulation
     weights = None
     if recipe.model.path is not None and recipe.model.init != "random":
         weights = stored_weights(recipe.model.path, spec if spec.adapter is None else describe(recipe.model))

@@ -120,6 +120,12 @@ RULES = (
         ("train.nonfinite", "train.precision"),
     ),
     Rule(
+        ("train.fp16_accumulation",),
+        "train.precision=fp16",
+        lambda r: r.train.precision == "fp16",
+        ("train.precision",),
+    ),
+    Rule(
         ("train.mtp.weight",),
         "train.mtp.late_after above 0: late_weight counts from the first step",
         lambda r: r.train.mtp.late_after > 0,

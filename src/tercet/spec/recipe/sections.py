@@ -348,6 +348,10 @@ class TrainSection(Section):
     steps: Annotated[Count, Field(ge=1)] | None = None
     epochs: Annotated[Number, Field(gt=0)] | None = None
     precision: Literal["bf16", "fp32", "fp16", "fp8", "bf16-pure"] = "bf16"
+    fp16_accumulation: bool = Field(
+        default=False,
+        description="cards also add matmuls up in fp16: up to twice as fast on GeForce; long sums are rounded and overflow",
+    )
     seed: Annotated[Count, Field(ge=0, lt=2**32)] = 0
     freeze: Annotated[list[str], _LIST] = Field(
         default_factory=list,
