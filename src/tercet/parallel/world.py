@@ -165,6 +165,8 @@ def open_world(timeout_seconds: float, store_file: str | None = None) -> World:
         device, backend = torch.device("cpu"), "gloo"
     if size > 1:
         store = _meeting(Path(store_file), rank, size, timeout_seconds) if store_file else None
+        # No device_id: with it torch 2.13 splits NCCL's communicator on the ranks outside a new gloo group, and not on
+        # those inside. What it is for is had without: the card is set above, and no barrier goes over NCCL.
         try:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
