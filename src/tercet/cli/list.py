@@ -81,7 +81,7 @@ def cards() -> list[dict[str, Any]]:
             "name": card.name,
             "memory_bytes": card.memory_bytes,
             "usable_bytes": card.usable_bytes,
-            "bf16_flops": card.flops["bf16"],
+            "bf16_flops": card.flops.get("bf16"),
             "bandwidth_bytes_per_s": card.bandwidth,
             "peer_access": card.peer_access,
         }
@@ -106,7 +106,7 @@ def _section(kind: str, rows: list[dict[str, Any]], width: int) -> str:
             "card (--gpus 3xNAME)": [row["name"] for row in rows],
             "memory": [show_bytes(row["memory_bytes"]) for row in rows],
             "usable": [show_bytes(row["usable_bytes"]) for row in rows],
-            "bf16 TFLOP/s": [f"{row['bf16_flops'] / 1e12:.0f}" for row in rows],
+            "bf16 TFLOP/s": [f"{f / 1e12:.0f}" if (f := row["bf16_flops"]) else "-" for row in rows],
             "peer access": ["yes" if row["peer_access"] else "no" for row in rows],
         }
     return grid(columns)

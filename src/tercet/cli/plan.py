@@ -30,9 +30,20 @@ def register(app: typer.Typer) -> None:
                 help="A recipe's file or name, or a model: preset, folder or hub name; then recipe keys.",
             ),
         ] = None,
-        gpus: Annotated[str | None, typer.Option(help="Cards, as 3x4090; default: this machine's.")] = None,
+        gpus: Annotated[
+            str | None, typer.Option(help="Cards, as 3x4090 or 2x4090,3060; default: this machine's.")
+        ] = None,
+        host: Annotated[
+            str | None, typer.Option(help='Processor, memory channels, drive: "7950X 2xDDR5-5600 nvme=7GB/s".')
+        ] = None,
         host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GB; default: this machine's.")] = None,
         links: Annotated[str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")] = None,
+        power_limit: Annotated[str | None, typer.Option(help="Power limit of each card, as 300W.")] = None,
+        p2p: Annotated[
+            bool | None,
+            typer.Option("--p2p/--no-p2p", help="Cards reach each other's memory (a driver with peer access)."),
+        ] = None,
+        disk: Annotated[str | None, typer.Option(help="Free disk for checkpoints and files, as 1TB.")] = None,
         ranks: Annotated[int | None, typer.Option(help="Use so many cards or CPU processes.", min=1, max=1024)] = None,
         sequence: Annotated[str | None, typer.Option(help="Tokens per sequence, as 2048 or 4k.")] = None,
         batch: Annotated[str | None, typer.Option(help="Sequences per optimizer step, over all ranks.")] = None,
@@ -63,6 +74,10 @@ def register(app: typer.Typer) -> None:
             "gpus": gpus,
             "host_ram": host_ram,
             "links": links,
+            "host": host,
+            "power_limit": power_limit,
+            "p2p": p2p,
+            "disk": disk,
             "ranks": ranks,
             "sequence": sequence,
             "batch": batch,

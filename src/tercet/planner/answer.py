@@ -8,26 +8,27 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from tercet.errors import InputError, NotLegalError, nearest
 from tercet.planner.clock import collectives, model_flops
 from tercet.planner.constants import about, load_for
-from tercet.planner.ledger import disk_rows, host_rows, ledger_for, phases, saves_behind, swap_bytes
-from tercet.planner.legal import formats, fp8_gain, refusals
+from tercet.planner.disk import disk_of, disk_refusal, short_of_disk
+from tercet.planner.ledger import host_rows, ledger_for, phases, saves_behind
+from tercet.planner.legal import formats, refusals
 from tercet.planner.longest import longest_sequence
+from tercet.planner.notes import notes
 from tercet.planner.ranges import spread, within
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
 from tercet.planner.ways import WaysOut, shortage, way_for
 from tercet.spec.adapter import with_adapter
-from tercet.spec.axes.split import either
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, hub_name, presets
-from tercet.spec.families.through_transformers import ESTIMATED
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.model import Model
 from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
-from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, resolve
+from tercet.spec.strategy import Strategy, Work, not_built, ranks_of, resolve
 from tercet.spec.trained import adapter_of, trained_model
 from tercet.units import count_of, show_bytes
 
@@ -35,6 +36,8 @@ __all__ = ["choose", "ledger_for", "plan", "plan_for_run", "predict"]
 
 DEFAULT_BATCH = 96  # divisible by 1, 2, 3, 4, 6 and 8 cards
 DEFAULT_SEQUENCE = 2048
+HOST_WATTS = 150  # processor, memory, drives and fans while cards work (an assumption)
+SUPPLY_SHARE = 0.9  # of the socket's power that a good supply hands on (an assumption: 80 PLUS Gold)
 SHOWN = 12  # strategies in an answer; so many refusals say what would make them fit
 
 
@@ -46,6 +49,10 @@ def plan(
     host_ram: str | int | None = None,
     links: str | None = None,
     ranks: int | None = None,
+    host: str | None = None,
+    power_limit: str | None = None,
+    p2p: bool | None = None,
+    disk: str | int | None = None,
     sequence: int | str | None = None,
     batch: int | str | None = None,
     method: str | None = None,
@@ -56,11 +63,15 @@ def plan(
     """Return what `tercet plan … --json` prints: {"strategies": [...], "refused": [...], …}, best first.
 
     `recipe` is a recipe (file or shipped name) or a model (preset, folder with config.json, hub name). `price` is
-    per card and hour; `kwh_price` per kWh; `margin` is the share of each card's memory to leave free. Raises InputError for unknown names, cards and impossible sizes.
+    per card and hour; `kwh_price` per kWh; `margin` is the share of each card's memory to leave free; the other keys
+    are the command's options. Raises InputError for unknown names, cards and impossible sizes.
     """
-    machine = machine_of(gpus, host_ram, links, ranks).leaving(margin)
+    described = machine_of(gpus, host_ram, links, ranks, host=host, power_limit=power_limit, p2p=p2p, disk=disk)
+    machine = described.leaving(margin)
     read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
     answer = answer_for(read, machine, price, kwh_price, ahead=True)
+    if gpus is None and disk is None and answer["strategies"]:
+        answer["notes"] += _short_here(answer["strategies"][0]["disk_bytes"])
     if gpus is None:
         where = f"cards: this machine's, {machine.describe()}"
         if machine.measured:
@@ -76,10 +87,19 @@ def plan(
         assumed.append("host RAM unknown: shown as a need, not checked (--host-ram 128GB)")
     if machine.card is not None and machine.lanes is None and machine.ranks > 1:
         assumed.append(f"every card in a slot of x{machine.card.pcie_lanes or '?'} lanes (--links x16,x8,x4)")
+    if machine.host is not None:
+        assumed.append(machine.host.describe())
     if margin:
         assumed.append(f"{margin:.0%} of each card's memory is left free (--margin)")
     answer["assumed"] = [*machine.notes, *assumed]
     return answer
+
+
+def _short_here(need: int) -> list[str]:
+    free = disk_usage(Path.cwd()).free
+    if need <= free:
+        return []
+    return [f"checkpoints, model and files need {show_bytes(need)} of disk; {show_bytes(free)} are free here"]
 
 
 def plan_for_run(recipe: Recipe, ranks: int | None = None) -> tuple[dict[str, Any], Strategy]:
@@ -205,11 +225,16 @@ def answer_for(
     section = recipe.strategy
     ranks = min(ranks_of(section, machine.ranks), machine.ranks)
     found = None if missing else search.run(section, ranks, deepspeed, files=ahead)
-    strategies = [entry(search, c, recipe, price, kwh_price) for c in (found.fits[:SHOWN] if found else [])]
+    fits = [c for c in found.fits if not short_of_disk(search, c, recipe)] if found else []
+    no_room = [c for c in found.fits if c not in fits] if found else []
+    strategies = [entry(search, c, recipe, price, kwh_price) for c in fits[:SHOWN]]
     look = bool(strategies) or not search.open_for_offload(section)
     refused = [refusal(search, r, look and n < SHOWN) for n, r in enumerate(found.refused)] if found else []
+    refused = [disk_refusal(search, c, recipe) for c in no_room] + refused
     ways = []
-    if found and not strategies:
+    if no_room and not strategies:
+        ways = [r["way_out"] for r in refused[:1]]
+    elif found and not strategies:
         quantised = _quantised(base) if ahead and model == base else None
         ways = [way.to_json() for way in WaysOut(search, section, ranks).all(quantised)]
     if missing:
@@ -232,10 +257,10 @@ def answer_for(
         },
         "machine": machine_json(machine),
         "strategies": strategies,
-        "longest": longest_sequence(search, found.fits) if found else None,
+        "longest": longest_sequence(search, fits) if fits else None,
         "refused": refused,
         "not_built": missing,
-        "notes": notes(search, found.fits if found else [], recipe, ranks),
+        "notes": notes(search, fits[:SHOWN], recipe, ranks),
         "ways_out": ways,
         "error_bars": error_bars(machine),
     }
@@ -307,7 +332,7 @@ def entry(
     on_gpu = machine.card is not None
     both = moments_of(search, candidate)
     host = host_rows(counts, job, not on_gpu, machine.host_bytes)
-    disk = disk_rows(counts, job, recipe.output.keep, model_bytes(recipe))
+    disk = disk_of(search, candidate, recipe)
     seconds = candidate.seconds
     found: dict[str, Any] = {
         "name": label(strategy),
@@ -340,7 +365,7 @@ def entry(
     if seconds and candidate.rows:
         found["communication_share"] = (candidate.rows["communication"] + candidate.rows["host"]) / seconds
         if machine.card is not None:
-            found["mfu"] = model_flops(counts, job) / seconds / (machine.card.flops["bf16"] * strategy.ranks)
+            found["mfu"] = model_flops(counts, job) / seconds / (machine.card.plain_flops * strategy.ranks)
         found.update(costs(recipe, machine, candidate, price, kwh_price))
     return found
 
@@ -355,12 +380,6 @@ def ranges_of(candidate: Candidate, search: Search) -> dict[str, list[float]] | 
         found["step_seconds"] = within(candidate.seconds, half.speed)
         found["tokens_per_second"] = within(candidate.tokens_per_second, half.speed)
     return found
-
-
-def model_bytes(recipe: Recipe) -> float:
-    """Return bytes per parameter of the exported model: what output.model_dtype says, else the precision's own."""
-    dtype = recipe.output.model_dtype or ("fp32" if recipe.train.precision == "fp32" else "bf16")
-    return 4 if dtype == "fp32" else 2
 
 
 def costs(
@@ -378,9 +397,9 @@ def costs(
     }
     card = machine.card
     if card is not None:
-        watts = (card.watts or 0) * candidate.strategy.ranks
-        if watts:
-            found["kwh"] = watts * total / 3.6e6  # cards alone, at their power limit
+        if card.watts:
+            watts = (card.watts * candidate.strategy.ranks + HOST_WATTS) / SUPPLY_SHARE
+            found["kwh"] = watts * total / 3.6e6  # cards at their power limit
             if kwh_price is not None:
                 found["energy_money"] = found["kwh"] * kwh_price
         hours = total / 3600 * candidate.strategy.ranks
@@ -402,102 +421,14 @@ def machine_json(machine: Machine) -> dict[str, Any]:
         "host_limit": machine.host_limit,
         "links_bytes_per_s": list(machine.host_links()),
         "peer_access": machine.peers if card else None,
+        "cards": [c.name for c in machine.cards],
+        "watts": card.watts if card else None,
+        "host": machine.host.describe() if machine.host else None,
+        "disk_bytes": machine.disk_bytes,
         "measured": machine.measured,
         "measured_at": machine.measured_at,
         "notes": list(machine.notes),
     }
-
-
-def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> list[str]:
-    """Return what a user should know besides the table."""
-    found, machine, work = [], search.machine, search.work
-    if search.counts.model.module == "transformers":
-        found.append(ESTIMATED)
-    if fits and recipe.adapter.kind != "none" and not recipe.model.pretrained:
-        found.append(
-            f"an adapter stands on trained weights, which {recipe.model.start} are not: the last line holds FOLDER in "
-            "place of a model's folder or hub name"
-        )
-    if machine.card is None and not machine.measured:
-        found.append(
-            "speed unknown until `tercet doctor` has measured this machine; ranked by what is recomputed and sent"
-        )
-    if fits and fits[0].rows and fits[0].seconds:
-        best = fits[0]
-        share = (best.rows["communication"] + best.rows["host"]) / best.seconds  # type: ignore[index, operator]
-        if share > 0.5:
-            found.append(
-                f"the links are what limits: {share:.0%} of the step is waiting for them even in the best strategy; "
-                "a larger train.batch_sequences, faster links or fewer ranks would use the processors better"
-            )
-        found += _against_fewer(search, best, recipe, ranks)
-    if fits:
-        idle = fits[0].strategy.idle_rows(work.batch_sequences)
-        if idle:
-            below, above = nearest_batches(fits[0].strategy, work.batch_sequences)
-            found.append(
-                f"train.batch_sequences {work.batch_sequences} leaves {idle} places of the last micro-batches empty "
-                f"(computed, weighing nothing); {either(sorted({below, above}))} would leave none"
-            )
-    if any(c.strategy.engine == "deepspeed" for c in fits[:SHOWN]) and find_spec("deepspeed") is None:
-        found.append("engine deepspeed needs an install that is not here: pip install 'tercet[deepspeed]'")
-    if fits and fits[0].job.nvme:
-        rate = machine.measured.get("disk_write")
-        found.append(
-            f"files on nvme: {show_bytes(swap_bytes(search.counts, fits[0].job))} are written in every step, by all "
-            f"ranks to one drive (drives wear by bytes written); at {(rate or search.constants.nvme_rate) / 1e9:.1f} GB/s, "
-            + ("as measured by tercet doctor" if rate else "which is assumed (tercet doctor measures it)")
-        )
-    if work.fp16_accumulation:
-        found.append(
-            "train.fp16_accumulation: sums of matmuls are rounded to 11 bits on the way and overflow at 65504; overflowing "
-            "steps are skipped, but compare the loss with a run without it before you trust one with it"
-        )
-    gain = fp8_gain(machine)
-    if gain and work.precision == "bf16" and machine.card:
-        found.append(
-            f"{machine.card.name} has fp8 tensor cores at {gain:.1f} times bf16's rate; "
-            "training in fp8 is not built yet"
-        )
-    return found
-
-
-def _against_fewer(search: Search, best: Candidate, recipe: Recipe, ranks: int) -> list[str]:
-    """Say when fewer cards are as fast, or how well all of them scale (E02)."""
-    speed = best.tokens_per_second
-    if ranks == 1 or best.strategy.ranks == 1 or not speed:
-        return []
-    fewer = {n: found for n in _fewer(ranks) if (found := _speed_with(search, recipe, n))}
-    if not fewer:
-        return []
-    count = max(fewer, key=lambda n: (fewer[n], -n))
-    if fewer[count] > 1.02 * speed:
-        word = "one rank" if count == 1 else f"{count} ranks"
-        return [
-            f"{ranks} ranks are slower than {word} over these links: {speed:,.0f} against {fewer[count]:,.0f} "
-            f"tokens/s; use --ranks {count}".replace(",", " ")
-        ]
-    if 1 not in fewer:
-        return []
-    factor = speed / fewer[1]
-    return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
-
-
-def _fewer(ranks: int) -> list[int]:
-    """Return the numbers of ranks below `ranks` worth trying: one, and the next smaller that is commonly used."""
-    return sorted({1, max(n for n in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if n < ranks)})
-
-
-def _speed_with(search: Search, recipe: Recipe, ranks: int) -> float | None:
-    """Return the best strategy's tokens/s on some of the machine's ranks, those with the widest links; None: none fits."""
-    fewer = Search(search.counts, search.work, search.machine.widest(ranks), search.constants)
-    section = (
-        recipe.strategy
-        if ranks > 1
-        else recipe.strategy.model_copy(update={"zero": "auto", "reduce_gradients": "auto"})
-    )
-    found = fewer.run(section, ranks).fits
-    return found[0].tokens_per_second if found else None
 
 
 def error_bars(machine: Machine) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tercet.spec.axes import data, shard, tensor
 from tercet.spec.axes.traffic import Collective
 from tercet.spec.blocks.cost import Matmul
 from tercet.spec.counts import Counts, LayerKind
+from tercet.spec.described import PASSES
 from tercet.spec.machine import Machine
 from tercet.spec.recompute import levels
 
@@ -76,7 +77,7 @@ def rates(job: Job, machine: Machine, c: Constants) -> Rates | None:
     card = machine.card
     measured = machine.measured
     reached = (card.reached or 0.87) * (c.matmul_share_geforce if card.geforce else c.matmul_share)
-    plain = card.flops["bf16"] * min(reached, card.sustained)
+    plain = card.plain_flops * min(reached, card.sustained)
     if "matmul_bf16" in measured:
         plain = measured["matmul_bf16"] * c.matmul_share
     kind = job.matmul
@@ -129,13 +130,13 @@ def clock(counts: Counts, job: Job, machine: Machine, c: Constants) -> dict[str,
 def _host_resident(
     counts: Counts, job: Job, machine: Machine, step: dict[str, float], speed: Rates, c: Constants
 ) -> dict[str, float]:
-    updates = machine.measured.get("cpu_adam", c.cpu_adam)
+    updates = machine.known("cpu_adam", c.cpu_adam)
     if job.state_blocks or job.rounds_by_chance:  # ours, whose passes through memory are more (optimizer_seconds)
         plain = 2 * 4 + 2 * 8 + 3 * 4 + 2
         updates *= plain / (
             plain + ROWS_UPDATE_BYTES + CODES_BYTES * job.state_blocks + CHANCE_BYTES * job.rounds_by_chance
         )
-    step = resident.seconds(counts, job, step, speed.host, updates, c)
+    step = resident.seconds(counts, job, step, speed.host, updates, PASSES * resident.carried(machine, c))
     _, bare = communication_seconds(counts, job, machine, c)
     return {**step, "communication": bare}
 
@@ -261,7 +262,7 @@ def bus(job: Job, machine: Machine, c: Constants) -> float | None:
     # Every byte crosses two links and the host's memory, which all cards share; a narrow slot slows the ring.
     full = machine.card.host_link
     narrow = min(1.0, link / full) if link and full else 1.0
-    return min(c.staged_bus * narrow, c.staged_total / job.ranks)
+    return min(c.staged_bus * narrow, resident.carried(machine, c) / job.ranks)
 
 
 def collectives(counts: Counts, job: Job) -> list[Collective]:
@@ -383,7 +384,7 @@ def nvme_seconds(counts: Counts, job: Job, machine: Machine, c: Constants) -> fl
         return 0.0
     moved = 2.0 * (4 + job.state_bytes + job.gradient_bytes) * ("optimizer" in job.nvme)
     moved += (2 * job.accumulation + 1) * job.weight_bytes * ("weights" in job.nvme)
-    return moved * counts.trained_parameters / machine.measured.get("disk_write", c.nvme_rate)
+    return moved * counts.trained_parameters / machine.known("disk_write", c.nvme_rate)
 
 
 def _round_robin(
@@ -411,7 +412,7 @@ def _round_robin(
 def host_update(counts: Counts, job: Job, machine: Machine, c: Constants) -> float:
     """Return seconds of the host's AdamW over all trained parameters, once; replicas each have their own."""
     copies = (job.shards if job.zero == 0 else 1) * (CODES_ON_HOST if job.state_blocks else 1)
-    return copies * counts.trained_parameters / machine.measured.get("cpu_adam", c.cpu_adam)
+    return copies * counts.trained_parameters / machine.known("cpu_adam", c.cpu_adam)
 
 
 def step_seconds(rows: dict[str, float]) -> float:

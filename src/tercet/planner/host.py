@@ -13,12 +13,12 @@ from tercet.planner.constants import Constants
 from tercet.planner.job import Job
 from tercet.spec.axes.host import Crossing, ends_with_embedding, traffic
 from tercet.spec.counts import Counts
+from tercet.spec.described import PASSES
 from tercet.spec.machine import Machine
 from tercet.spec.placement import Rules
 
 ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers")
 IN_BETWEEN = 4  # rows of one micro-batch beside the running ones: being written, read, handed on, and their gradient
-PASSES = 4.0  # through the host's memory that a staged collective makes for each byte it is quoted for
 BOTH_WAYS = 0.5  # of the shorter direction's time that a link adds to the longer one's (an assumption)
 
 
@@ -104,11 +104,12 @@ def host(counts: Counts, job: Job, rules: Rules, on_gpu: bool) -> tuple[float, f
 
 
 def seconds(
-    counts: Counts, job: Job, step: dict[str, float], link: float | None, updates: float, c: Constants
+    counts: Counts, job: Job, step: dict[str, float], link: float | None, updates: float, memory: float
 ) -> dict[str, float]:
     """Return a step's rows with what computing does not hide: `host` of the links, `optimizer` of the host's update.
 
-    step: computing alone; link: bytes per second and direction of the slowest card's; updates: parameters per second.
+    step: computing alone; link: bytes per second and direction of the slowest card's; updates: parameters per second; memory:
+    bytes per second of the host's, which all cards' copies and the host's own work share.
     Forward hides its copies and the update but for the embedding's; backward its copies and the host's sums.
     """
     compute = sum(step.values())
@@ -124,7 +125,6 @@ def seconds(
     moved = crossing(counts, job)
     twice = job.weight_bytes * sum(sizes.blocks)
     ends = moved.weights - 2 * twice
-    memory = PASSES * c.staged_total  # of the host, which all cards' copies and the host's own work share
     in_forward = max(_link(twice + ends, moved.inputs, link), job.ranks * (twice + ends + moved.inputs) / memory)
     sums = (job.ranks + 1) * moved.gradients
     in_backward = max(
@@ -136,9 +136,14 @@ def seconds(
     return {**found, "host": exposed + bare, "optimizer": first + max(0.0, late - max(0.0, in_forward - forward))}
 
 
+def carried(machine: Machine, c: Constants) -> float:
+    """Return the bytes per second that the host's memory carries for all cards: no more than machines of rows reached."""
+    return min(c.staged_total, machine.known("staged_total", c.staged_total))
+
+
 def host_rates(machine: Machine, c: Constants, ranks: int) -> tuple[float, float]:
     """Return one of several ranks' share of the host: (bytes per second of its memory, parameters updated per second)."""
-    return PASSES * c.staged_total / ranks, machine.measured.get("cpu_adam", c.cpu_adam) / ranks
+    return PASSES * carried(machine, c) / ranks, machine.known("cpu_adam", c.cpu_adam) / ranks
 
 
 def _link(one: float, other: float, rate: float) -> float:

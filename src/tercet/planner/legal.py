@@ -59,4 +59,4 @@ def fp8_gain(machine: Machine) -> float | None:
     card = machine.card
     if card is None or "fp8" not in card.flops:
         return None
-    return card.flops["fp8"] / card.flops["bf16"]
+    return card.flops["fp8"] / card.plain_flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
@@ -42,14 +43,16 @@ def show(answer: dict[str, Any], rows: int = 6, width: int = 80, details: bool =
 def wrapped(text: str, width: int, indent: str = "") -> str:
     """Return text in lines of at most `width`; what goes on is indented once more. Words are never cut."""
     own = indent + text[: len(text) - len(text.lstrip())]
-    return textwrap.fill(
-        text.strip(),
+    whole = re.sub(r"(?<=\d) (?=\d{3}\b)", "\N{NO-BREAK SPACE}", text.strip())  # 44 286 is one figure
+    filled = textwrap.fill(
+        whole,
         width,
         initial_indent=own,
         subsequent_indent=own + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
 # ------------------------------------------------------------------------------------------------------ verdict
@@ -236,7 +239,7 @@ def step_lines(best: dict[str, Any], answer: dict[str, Any], width: int) -> str:
 def costs(best: dict[str, Any]) -> list[str]:
     found = []
     if "kwh" in best:
-        found.append(f"{best['kwh']:.3g} kWh at the cards' power limit")
+        found.append(f"{best['kwh']:.3g} kWh (cards at their power limit, 150 W of host, a supply of 90 %)")
     if "energy_money" in best:
         found.append(f"{best['energy_money']:.2f} for the energy")
     if "money" in best:

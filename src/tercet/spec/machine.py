@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import orjson
 from tercet.errors import InputError, nearest
 from tercet.places import config_folder
 from tercet.spec.cards import CardFields, all_cards, bytes_of, detect_gpus
+from tercet.spec.described import Host, parse_host, parse_watts
 from tercet.spec.memory_limit import memory_limit
 from tercet.units import parse_bytes
 
@@ -36,9 +38,11 @@ USABLE_SHARE = 0.980
 # Bytes per second that one direction of a slot reaches with pinned memory, per lane, by PCIe generation:
 # 24 GB/s over 16 lanes of generation 4 and 13 over 8 are measured (NCCL's own constant says 24 too); the
 # others scale with the transfer rate of the generation.
+LEAST_POWER = 1 / 3  # of a card's own limit
 LANE_BYTES_PER_S = {3: 0.75e9, 4: 1.5e9, 5: 3.0e9}
 
 
+MOST_CARDS = 1024
 FEWEST_HOST_BYTES = 2**28  # less is a slip: a number without its unit, or a negative one
 
 
@@ -71,6 +75,27 @@ class Gpu:
     def sustained(self) -> float:
         """Arithmetic that no kernel exceeds, as a share of the quoted rates."""
         return BOOST if self.geforce else 1.0
+
+    @property
+    def plain_flops(self) -> float:
+        """FLOP/s of plain matmuls: bf16, or fp16 on cards that lack it."""
+        return self.flops.get("bf16") or self.flops["fp16"]
+
+    def limited(self, watts: float) -> Gpu:
+        """Return the card under a power limit. Raises InputError for one that drivers do not allow.
+
+        Power rises with clock times voltage squared and voltage with the clock, so the clock follows power's cube
+        root; memory keeps its own clock.
+        """
+        if self.watts is None or watts >= self.watts:
+            return self
+        if watts < LEAST_POWER * self.watts:
+            raise InputError(
+                f"--power-limit: {watts:g} W is below a third of the {self.name}'s {self.watts:g} W",
+                f"Drivers allow no less: --power-limit {ceil(LEAST_POWER * self.watts)}W",
+            )
+        slower = (watts / self.watts) ** (1 / 3)
+        return replace(self, watts=watts, flops={kind: rate * slower for kind, rate in self.flops.items()})
 
     @property
     def host_link(self) -> float | None:
@@ -124,7 +149,7 @@ def _gpu(name: str, block: dict[str, Any]) -> Gpu:
 
 
 def _words(name: str) -> set[str]:
-    text = re.sub(r"nvidia|geforce|\(r\)|\(tm\)", " ", name.lower())
+    text = re.sub(r"nvidia|geforce|tesla|amd|instinct|\(r\)|\(tm\)", " ", name.lower())
     text = re.sub(r"(\d+)\s*(?:gb|gib)\b", r"\1gb", text).replace("pci-e", "pcie").replace("-", " ")
     text = re.sub(r"sxm\d|hbm3\b", "sxm", text)  # drivers say "A100-SXM4-80GB" and "H100 80GB HBM3"
     return set(re.findall(r"[a-z0-9]+", text)) - {"gpu", "generation", "edition", "workstation"}
@@ -187,6 +212,9 @@ class Machine:
     corrections: dict[str, float] = field(default_factory=dict, hash=False)  # the planner's constants, by its own runs
     name: str = ""
     notes: tuple[str, ...] = ()  # what a user should know of these very cards
+    cards: tuple[Gpu, ...] = ()  # each by itself, where they differ; `card` is what an equal part may count on
+    host: Host | None = None  # as a user describes it
+    disk_bytes: int | None = None  # free for checkpoints and files; None: unknown
 
     @property
     def kind(self) -> str:
@@ -224,6 +252,11 @@ class Machine:
         lanes = self.lanes or (self.card.pcie_lanes,) * self.ranks
         return tuple(link_bytes_per_s(self.card.pcie_generation, n) for n in lanes)
 
+    def known(self, rate: str, otherwise: float) -> float:
+        """Return a rate of the host or its drive: measured, else of the host as described, else `otherwise`."""
+        described = self.host.rates() if self.host is not None else {}
+        return self.measured.get(rate, described.get(rate, otherwise))
+
     def leaving(self, share: float) -> Machine:
         """Return the machine with that share of each card's usable memory left free."""
         if self.card is None or not share:
@@ -231,12 +264,19 @@ class Machine:
         return replace(self, card=replace(self.card, usable_bytes=int(self.card.usable_bytes * (1 - share))))
 
     def with_ranks(self, ranks: int) -> Machine:
-        return replace(self, ranks=ranks, lanes=self.lanes[:ranks] if self.lanes else None)
+        return self._with_cards(range(min(ranks, self.ranks)), ranks)
 
     def widest(self, ranks: int) -> Machine:
-        """Return the machine with only that many of its cards, those in the widest slots."""
-        lanes = tuple(sorted(self.lanes, reverse=True)[:ranks]) if self.lanes else None
-        return replace(self, ranks=ranks, lanes=lanes)
+        """Return the machine with only that many of its cards: the fastest, those in the widest slots."""
+        lanes = self.lanes or (0,) * self.ranks
+        speeds = [c.plain_flops for c in self.cards] or [0.0] * self.ranks
+        order = sorted(range(self.ranks), key=lambda n: (-speeds[n], -lanes[n]))
+        return self._with_cards(order[:ranks], ranks)
+
+    def _with_cards(self, numbers: Sequence[int], ranks: int) -> Machine:
+        lanes = tuple(self.lanes[n] for n in numbers) if self.lanes else None
+        cards = tuple(self.cards[n] for n in numbers) if self.cards else ()
+        return replace(self, ranks=ranks, lanes=lanes, cards=cards, card=weakest(cards) if cards else self.card)
 
     def describe(self) -> str:
         if self.card is None:
@@ -265,17 +305,24 @@ MEASURED = (
 OVER_LINKS = frozenset(("host_to_card", "all_reduce", "all_gather", "reduce_scatter", "collective_latency"))
 
 
-def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Read "3x4090", "2 x RTX 3090", "4090" (one) into (count, card). Raises InputError."""
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Read "3x4090", "2 x RTX 3090", "4090" (one), "2x4090,3060" (they differ) into cards. Raises InputError."""
+    found = [card for part in re.split(r"[,+]", text) for card in _parse_same(part)]
+    if len(found) > MOST_CARDS:
+        raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to {MOST_CARDS}")
+    return tuple(found)
+
+
+def _parse_same(text: str) -> list[Gpu]:
     match = re.match(r"^\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)\s*$", text)
     if not match:
         raise InputError(f"--gpus {text!r} names no card", "For example: --gpus 3x4090")
     count = int(match[1] or 1)
     turned = re.match(r"^\s*(\S.*?)\s*[x×*]\s*(\d+)\s*$", text)
     try:
-        if not 1 <= count <= 1024:
-            raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to 1024")
-        return count, find_gpu(match[2])
+        if not 1 <= count <= MOST_CARDS:
+            raise InputError(f"--gpus {text!r}: the number of cards must be from 1 to {MOST_CARDS}")
+        return [find_gpu(match[2])] * count
     except InputError as error:
         if turned and _is_card(turned[1]):
             raise InputError(error.message, f"The number comes first: --gpus {turned[2]}x{turned[1]}") from None
@@ -309,17 +356,52 @@ def machine_of(
     host_ram: str | int | None = None,
     links: str | None = None,
     ranks: int | None = None,
+    *,
+    host: str | None = None,
+    power_limit: str | None = None,
+    p2p: bool | None = None,
+    disk: str | int | None = None,
 ) -> Machine:
     """Return the machine that the user describes, or this one when `gpus` is None.
 
     Raises InputError for an unknown card, for links that do not match, and for a size that is no size.
     """
+    found = _machine(gpus, _size(host_ram, "--host-ram", "128GB"), links, ranks)
+    if power_limit is not None:
+        found = _power_limited(found, parse_watts(power_limit))
+    if p2p is not None:
+        if found.card is None:
+            raise InputError("--p2p describes cards, and this machine has none", "Name them: --gpus 3x4090")
+        same = p2p == found.peers
+        kept = found.measured if same else {k: v for k, v in found.measured.items() if k not in OVER_LINKS}
+        found = replace(found, peer_access=p2p, measured=kept)
+    if host is not None:
+        described = parse_host(host)
+        kept = {k: v for k, v in found.measured.items() if k not in described.rates()}
+        found = replace(found, host=described, measured=kept)
+    return replace(found, disk_bytes=_size(disk, "--disk", "1TB")) if disk is not None else found
+
+
+def _size(text: str | int | None, option: str, example: str) -> int | None:
     try:
-        host = parse_bytes(host_ram) if isinstance(host_ram, str) else host_ram
-        if host is not None and host < FEWEST_HOST_BYTES:
-            raise ValueError(f"{host_ram!r} is {host} bytes, less than any machine has; a unit may be missing")
+        size = parse_bytes(text) if isinstance(text, str) else text
+        if size is not None and size < FEWEST_HOST_BYTES:
+            raise ValueError(f"{text!r} is {size} bytes, less than any machine has; a unit may be missing")
     except ValueError as error:
-        raise InputError(f"--host-ram: {error}", "For example: --host-ram 128GB") from None
+        raise InputError(f"{option}: {error}", f"For example: {option} {example}") from None
+    return size
+
+
+def _power_limited(machine: Machine, watts: float) -> Machine:
+    if machine.card is None:
+        raise InputError("--power-limit describes cards, and this machine has none", "Name them: --gpus 3x4090")
+    card = machine.card.limited(watts)
+    slower = card.plain_flops / machine.card.plain_flops
+    measured = {k: v * slower if k.startswith("matmul") else v for k, v in machine.measured.items()}
+    return replace(machine, card=card, cards=tuple(c.limited(watts) for c in machine.cards), measured=measured)
+
+
+def _machine(gpus: str | None, host: int | None, links: str | None, ranks: int | None) -> Machine:
     if gpus is None:
         found = this_machine(ranks)
         if links is not None:
@@ -329,11 +411,14 @@ def machine_of(
             kept = {k: v for k, v in found.measured.items() if k not in OVER_LINKS}
             found = replace(found, lanes=parse_links(links, found.ranks), measured=kept)
         return replace(found, host_bytes=host, host_limit=None) if host is not None else found
-    count, card = parse_gpus(gpus)
+    cards = parse_gpus(gpus)
+    count, card = len(cards), weakest(cards)
     if ranks is not None and ranks > count:
         raise InputError(f"--ranks {ranks} exceeds the {count} cards of --gpus {gpus}")
     lanes = parse_links(links, count) if links else None
     machine = Machine(ranks=count, card=card, lanes=lanes, host_bytes=host, name=f"{count}x {card.name}")
+    if len(set(cards)) > 1:
+        machine = replace(machine, cards=cards, notes=(differ(cards),))
     return machine.with_ranks(ranks) if ranks else machine
 
 
@@ -397,6 +482,7 @@ def this_machine(ranks: int | None = None) -> Machine:
     return Machine(
         ranks=count,
         card=weakest(each),
+        cards=tuple(each) if len(set(each)) > 1 else (),
         lanes=lanes if len(lanes) == len(used) else None,
         host_bytes=memory,
         host_limit=host_limit,
@@ -425,10 +511,19 @@ def card_here(row: CardFields, measured: dict[str, Any]) -> Gpu:
         card = _gpu(row["name"], measured[row["name"]])
     else:
         card = _of_this_kind(row["name"], total)
+    if (watts := _number(row.get("power.limit"))) is not None and card.watts:
+        card = card.limited(max(watts, LEAST_POWER * card.watts))
     if total is None:
         return replace(card, usable_bytes=max(0, card.usable_bytes - held))
     share = card.usable_bytes / card.memory_bytes  # of its kind, as PyTorch has seen it
     return replace(card, memory_bytes=total, usable_bytes=max(0, int(total * share) - held))
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:  # "[N/A]"
+        return None
 
 
 def _of_this_kind(name: str, total: int | None) -> Gpu:
@@ -457,7 +552,7 @@ def _held_by_others(row: CardFields) -> int:
 
 def weakest(cards: Sequence[Gpu]) -> Gpu:
     """Return what an equal part of the work may count on: of different cards the least of each."""
-    slowest = min(cards, key=lambda c: c.flops["bf16"])
+    slowest = min(cards, key=lambda c: c.plain_flops)
     if len({c.name for c in cards}) == 1:
         return replace(slowest, usable_bytes=min(c.usable_bytes for c in cards))
     shared = set.intersection(*(set(c.flops) for c in cards))
@@ -488,8 +583,12 @@ def notes_of(rows: Sequence[CardFields], cards: Sequence[Gpu]) -> tuple[str, ...
                 f"GiB (nvidia-smi names them); {card.usable_bytes / GIB:.1f} GiB are planned with"
             )
     if len({(c.name, round(c.memory_bytes / GIB)) for c in cards}) > 1:
-        each = ", ".join(
-            f"{row['index']}: {c.name} {c.memory_bytes / GIB:.1f} GiB" for row, c in zip(rows, cards, strict=True)
-        )
-        found.append(f"the cards differ ({each}); all ranks get equal parts, so the smallest and slowest decide")
+        found.append(differ(cards, [row["index"] for row in rows]))
     return tuple(found)
+
+
+def differ(cards: Sequence[Gpu], names: Sequence[str] | None = None) -> str:
+    """Return the sentence about cards that are not alike."""
+    numbers = names or [str(n) for n in range(len(cards))]
+    each = ", ".join(f"{n}: {c.name} {c.memory_bytes / GIB:.1f} GiB" for n, c in zip(numbers, cards, strict=True))
+    return f"the cards differ ({each}); all ranks get equal parts, so the smallest and slowest decide"

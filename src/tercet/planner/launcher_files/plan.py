@@ -92,9 +92,13 @@ def _conflict_lines(name: str, overrides: list[str], deepspeed: str | None) -> l
     return [f"  conflict: {c}" for c in found]
 
 
+# The options of `tercet plan` that describe a machine.
+MACHINE = ("gpus", "host_ram", "links", "ranks", "host", "power_limit", "p2p", "disk")
+
+
 def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[str, Any]:
     """Return what the strategy of a file takes under our engines, and `why` it cannot run, if it cannot."""
-    here = machine_of(machine.get("gpus"), machine.get("host_ram"), machine.get("links"), machine.get("ranks"))
+    here = machine_of(**{option: machine.get(option) for option in MACHINE})
     recipe, _ = read_recipe(name, overrides, machine.get("sequence"), machine.get("batch"), machine.get("method"))
     work = Work.of(recipe)
     strategy = resolve(recipe.strategy, here.ranks, work)
@@ -118,7 +122,7 @@ def asked_lines(asked: dict[str, Any]) -> list[str]:
 
 
 def _count(gpus: str | None) -> int | None:
-    return parse_gpus(gpus)[0] if gpus else None
+    return len(parse_gpus(gpus)) if gpus else None
 
 
 def as_overrides(found: Reading) -> list[str]:
