@@ -51,7 +51,8 @@ def test_money_and_energy(answer):
     assert best["for"] == "a billion tokens"
     assert best["total_seconds"] == pytest.approx(1e9 / best["tokens_per_second"])
     assert best["money"] == pytest.approx(0.4 * 3 * hours)
-    assert best["energy_money"] == pytest.approx(0.45 * 3 * hours * 0.3)
+    # Three cards at 450 W, 150 W of host, a power supply of 90 %.
+    assert best["energy_money"] == pytest.approx((0.45 * 3 + 0.15) / 0.9 * hours * 0.3)
 
 
 def test_the_way_out_that_a_refusal_names_is_true(answer):
