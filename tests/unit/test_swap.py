@@ -8,7 +8,6 @@ from collections import namedtuple
 
 import pytest
 
-from tercet.engine.deepspeed import async_io
 from tercet.errors import InputError
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
@@ -30,7 +29,7 @@ def run_in(folder, strategy: dict, nvme_path: str | None = None, needed: int = 0
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
-    monkeypatch.setattr(async_io, "ensure_built", lambda say, progress: None)
+    monkeypatch.setattr(module, "ensure_built", lambda say, progress: None)
 
 
 def test_two_runs_share_a_drive_and_not_a_folder(tmp_path):
@@ -61,7 +60,7 @@ def test_too_little_room_is_refused_with_both_figures(tmp_path, monkeypatch):
 
 
 def test_a_run_that_keeps_nothing_in_files_touches_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(async_io, "ensure_built", lambda *_: pytest.fail("built for nothing"))
+    monkeypatch.setattr(module, "ensure_built", lambda *_: pytest.fail("built for nothing"))
     swap = Swap(run_in(tmp_path / "run", {"engine": "deepspeed", "offload": {"optimizer": "cpu"}}))
     swap.prepare(print)
     swap.remove()
