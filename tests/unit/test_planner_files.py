@@ -72,13 +72,15 @@ def test_zero2_with_the_optimizer_on_the_host(tmp_path):
     assert need["host"]["states"] == 12 * 6_910_365_696  # fp32 master and two moments: 83 GB
     assert need["host"]["states"] + need["host"]["pinned"] >= 16 * 6_910_365_696  # 111 GB with fp32 gradients
     assert need["ledger"]["optimizer"] == need["ledger"]["master"] == 0
-    # Four micro-batches are added up in fp32 on the card, in the rank's part: with them it does not fit.
-    assert need["ledger"]["gradients"] == 4 * 6_910_365_696 // 3
-    assert need["recomputing"]["card_bytes"] > 30e9
+    # As tercet runs it four micro-batches are added up in fp32 on the card, in the rank's part: with them it does not
+    # fit. DeepSpeed's own default adds them up in 16 bits on the host.
+    assert need["ours"]["ledger"]["gradients"] == 4 * 6_910_365_696 // 3
+    assert need["ledger"]["gradients"] == 0
+    assert need["ours"]["card_bytes"] > 33e9 > 26e9 > need["recomputing"]["card_bytes"]
     file.write_text(json.dumps(ZERO2_HOST | {"gradient_accumulation_steps": 1}))
     at_once = plan_from_files("deepseek-llm-7b", [], str(file), None, {"gpus": "3x4090", "sequence": "512"})
     assert at_once["means"]["micro_batch"] == 4 and at_once["asked"]["ledger"]["gradients"] == 0
-    assert 13.8e9 < at_once["asked"]["recomputing"]["card_bytes"] < 25e9
+    assert 13.8e9 < at_once["asked"]["recomputing"]["card_bytes"] < 25.4e9
 
 
 @pytest.mark.parametrize(
@@ -143,3 +145,63 @@ def test_fsdp_and_broken_files(tmp_path):
     broken.write_text('{"a": [1,\n "b"')
     with pytest.raises(InputError, match="line"):
         plan_from_files(None, [], str(broken), None, {})
+
+
+BF16_ZERO3 = {"train_batch_size": 12, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+SMALL = {"gpus": "3x4090", "sequence": "512"}
+
+
+def asked_of(tmp_path, content: dict, model: str = "llama-1.2b-32k", keys: list[str] | None = None) -> dict:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    return plan_from_files(model, keys or [], str(file), None, dict(SMALL))["asked"]
+
+
+def test_a_file_without_offload_is_planned_as_deepspeed_runs_it(tmp_path):
+    found = asked_of(tmp_path, BF16_ZERO3)
+    assert found["strategy"]["engine"] == "deepspeed"
+    # Weights are kept until 1e9 others have been used: all 1.36 B of them but a part (17.9 GB, where native needs 13.5).
+    assert 17.5e9 < found["ours"]["card_bytes"] < 18.3e9
+
+
+def test_gradients_are_sent_and_added_up_as_the_file_says(tmp_path):
+    narrow = asked_of(tmp_path, BF16_ZERO3)
+    wide = asked_of(tmp_path, BF16_ZERO3 | {"communication_data_type": "fp32"})
+    name = next(k for k in wide["traffic"] if "gradients" in k)
+    assert wide["traffic"][name] == pytest.approx(2 * narrow["traffic"][name], rel=1e-6)
+    assert wide["ledger"]["gradients"] == pytest.approx(2 * narrow["ledger"]["gradients"])
+    assert narrow["tokens_per_second"] > wide["tokens_per_second"]
+    by_key = asked_of(tmp_path, BF16_ZERO3 | {"data_types": {"grad_accum_dtype": "fp32"}})
+    assert by_key["ledger"]["gradients"] == wide["ledger"]["gradients"]
+    with pytest.raises(InputError, match="communication_data_type"):
+        asked_of(tmp_path, BF16_ZERO3 | {"communication_data_type": "int8"})
+
+
+def test_buckets_are_as_large_as_the_file_says(tmp_path):
+    stage2 = BF16_ZERO3 | {"zero_optimization": {"stage": 2}}  # 5e8 elements by default
+    small = BF16_ZERO3 | {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000}}
+    # Two buckets, one filled while another is sent, and the flat copy that is sent; 16 bits each.
+    missing = asked_of(tmp_path, stage2)["ledger"]["buffers"] - asked_of(tmp_path, small)["ledger"]["buffers"]
+    assert missing == 2 * 2 * (500_000_000 - 50_000_000)
+
+
+def test_the_published_table_of_a_7b_model(tmp_path):
+    """850 tokens/s on one card, 2 400 on three: not at 512 tokens, within range at 2 048 to 4 096, recomputed."""
+
+    def speeds(cards: int, micro: int, accumulation: int, tokens: int) -> list[float]:
+        file = tmp_path / "ds.json"
+        content = ZERO2_HOST | {
+            "train_batch_size": cards * micro * accumulation,
+            "gradient_accumulation_steps": accumulation,
+        }
+        file.write_text(json.dumps(content))
+        machine = {"gpus": f"{cards}x4090", "sequence": str(tokens)}
+        keys = ["strategy.recompute=full"]
+        return plan_from_files("deepseek-llm-7b", keys, str(file), None, machine)["asked"]["ranges"][
+            "tokens_per_second"
+        ]
+
+    assert speeds(3, 4, 1, 512)[1] < 1000 and speeds(1, 4, 1, 512)[1] < 400
+    low, high = speeds(1, 4, 1, 2048)
+    assert low < 850 < high
+    assert speeds(3, 4, 1, 2048)[1] > 2400 > speeds(3, 4, 1, 4096)[0]

@@ -442,8 +442,10 @@ def error_bars(machine: Machine) -> dict[str, Any]:
     }
 
 
-def predict(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, Any]:
-    """Return the plan of a strategy that is given, whether it fits or not."""
+def predict(
+    recipe: Recipe, strategy: Strategy, machine: Machine, as_run: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the plan of a strategy that is given, whether it fits or not; `as_run`: see Search."""
     counts = Counts(trained_model(recipe))
-    search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load_for(machine))
+    search = Search(counts, Work.of(recipe), machine.with_ranks(strategy.ranks), load_for(machine), as_run)
     return entry(search, search.candidate(strategy), recipe, None, None)

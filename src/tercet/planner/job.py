@@ -63,6 +63,7 @@ class Job:
     context: int = 1
     tensor: int = 1
     deepspeed: bool = False  # its flat shards and buckets: rows are estimates then
+    bucket: int | None = None  # elements of its gradient buckets, where a file says so; None: as our engine asks for
     host_shards: bool = False  # FSDP2's offload: fp32 shards live on the host and are gathered from there
     host_resident: bool = False  # strategy host: weights, gradients and states live on the host (planner/host.py)
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
@@ -139,6 +140,7 @@ class Job:
     def _deepspeed_rules(self, rules: Rules) -> Rules:
         """Return DeepSpeed's placement as measured (tests/twins/test_ledger_deepspeed.py)."""
         on_host, mixed = "optimizer" in self.offload, bool(self.master_bytes)
+        fp32_sums = mixed and self.gradient_bytes == 4  # else micro-batches are added up in the weights' format
         if (
             self.zero == 0
         ):  # plain data parallelism: in fp32 the weights are the masters, else gradients come in their type
@@ -149,12 +151,12 @@ class Job:
             master=4,  # in fp32 too: a flat copy of what the rank updates
             cut_gradients=self.zero >= 2 or (not mixed and self.accumulation == 1),
             # Stage 1's bf16 optimizer adds up in fp32 and lets the last micro-batch's own gradients stand until then.
-            extra_gradients=self.weight_bytes if self.zero == 1 and mixed and not on_host else 0,
+            extra_gradients=self.weight_bytes if self.zero == 1 and fp32_sums and not on_host else 0,
             # Stages 1 and 2 let go of their gradients after the update, but for stage 1's bf16 optimizer.
-            gradients_stay=self.zero == 3 or (self.zero == 1 and mixed),
+            gradients_stay=self.zero == 3 or (self.zero == 1 and fp32_sums),
             # On the way to the host stage 2 adds several micro-batches up on the card, in fp32 (engine/deepspeed/
             # config.py: summed_in); in fp32 they go at once, as they do under stage 3.
-            leaving=4 if on_host and self.zero < 3 and mixed and self.accumulation > 1 else 0,
+            leaving=4 if on_host and self.zero < 3 and fp32_sums and self.accumulation > 1 else 0,
         )
 
 

@@ -264,15 +264,17 @@ def deepspeed_buffers(counts: Counts, job: Job, on_gpu: bool) -> tuple[float, fl
     Gradients are laid end to end in a bucket and reduced in fp32 when it is full (its stage_1_and_2.py and stage3.py);
     stage 0 and stage 1's bf16 optimizer reduce them after backward (its engine.py, buffered_allreduce_fallback).
     """
-    bucket = min(DEEPSPEED_BUCKET, counts.parameters)
+    bucket = min(job.bucket or DEEPSPEED_BUCKET, counts.parameters)
+    narrow = job.gradient_bytes < 4  # added up and sent in the weights' format, as DeepSpeed does unless told otherwise
     if job.zero == 3:
         # The bucket stands; what it sends is put together anew. A weight is kept until so many others have been used.
         near = 2 * counts.largest_layer + counts.outside_parameters
         live = near if "weights" in job.nvme else max(2 * counts.largest_layer, DEEPSPEED_LIVE)
-        return 4.0 * bucket, job.weight_bytes * min(live, counts.parameters), 4.0 * bucket
+        sent = job.gradient_bytes * bucket
+        return sent, job.weight_bytes * min(live, counts.parameters), sent
     # Sent is a flat copy in fp32; of gradients in fewer bits there is one in these besides.
-    fp32_sums = job.zero == 1 and bool(job.master_bytes)  # stage 1's bf16 optimizer
-    freed = 4.0 if fp32_sums or job.weight_bytes == 4 else 4.0 + job.weight_bytes
+    fp32_sums = job.zero == 1 and bool(job.master_bytes) and not narrow  # stage 1's bf16 optimizer
+    freed = 4.0 if fp32_sums or job.weight_bytes == 4 else (0.0 if narrow else 4.0) + job.weight_bytes
     if fp32_sums or job.zero == 0:  # no buckets: up to so many gradients are sent at once
         return 0.0, 0.0, freed * min(DEEPSPEED_REDUCED, counts.parameters)
     count = 2 if on_gpu and job.ranks > 1 else 1  # one is filled while another is sent
@@ -359,8 +361,8 @@ def host_rows(counts: Counts, job: Job, machine_is_cpu: bool, host_bytes: int | 
         # Stage 3 adds gradients up there before it hands them to the optimizer; stages 1 and 2 cast the new weights.
         twice = 4 if job.zero == 3 and "optimizer" not in job.nvme else 0 if job.zero == 3 else job.weight_bytes
         pinned += twice * trained + (job.weight_bytes * counts.largest_tensor * job.ranks if job.zero < 3 else 0)
-        if job.zero < 3 and not job.master_bytes and job.accumulation > 1:  # in fp32 micro-batches are added up there
-            pinned += 4 * trained
+        if job.zero < 3 and job.accumulation > 1 and (not job.master_bytes or job.gradient_bytes < 4):
+            pinned += job.weight_bytes * trained  # micro-batches are added up there
     if job.host_shards and not machine_is_cpu:  # masters and gradients are pinned, tensor by tensor
         pinned += 0.5 * (max(job.master_bytes, job.weight_bytes) + job.gradient_bytes) * trained
     if job.nvme:

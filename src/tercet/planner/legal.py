@@ -31,7 +31,7 @@ def refusals(model: Model, strategy: Strategy, work: Work, machine: Machine) -> 
 def formats(work: Work, machine: Machine) -> list[str]:
     """Return the sentence for a number format that the card's tensor cores lack (E23)."""
     card = machine.card
-    if work.fp16_accumulation and (card is None or card.flops.get("fp16_fast", 0) <= card.flops["bf16"]):
+    if work.fp16_accumulation and (card is None or card.flops.get("fp16_fast", 0) <= card.plain_flops):
         what = f"{card.name}'s matmuls are no faster" if card else "a CPU's matmuls are never added up"
         return [f"train.fp16_accumulation: {what} in fp16; leave it out"]
     if work.precision == "fp8":

@@ -112,11 +112,17 @@ class Found:
 class Search:
     """Predicts strategies of one model, work and machine."""
 
-    def __init__(self, counts: Counts, work: Work, machine: Machine, constants: Constants):
+    def __init__(
+        self, counts: Counts, work: Work, machine: Machine, constants: Constants, as_run: dict[str, Any] | None = None
+    ):
+        """`as_run`: fields of Job that a foreign engine's file decides, instead of how our engine asks for it."""
         self.counts, self.work, self.machine, self.constants = counts, work, machine, constants
+        self.as_run = as_run or {}
 
     def candidate(self, strategy: Strategy, work: Work | None = None) -> Candidate:
         job = of_strategy(strategy, work or self.work, self.counts.model.module)
+        if self.as_run and strategy.engine == "deepspeed":
+            job = replace(job, **self.as_run)
         machine = self.machine.with_ranks(strategy.ranks) if strategy.ranks != self.machine.ranks else self.machine
         on_gpu = machine.card is not None
         need = max(phases(self.counts, job, self.constants, on_gpu=on_gpu).values())

@@ -73,7 +73,7 @@ def plan_from_files(
     if found.batch and not machine.get("batch"):
         machine = {**machine, "batch": str(found.batch)}
     own = plan(name, list(overrides), **machine)
-    asked = as_asked(name, [*overrides, *as_overrides(found)], machine)
+    asked = as_asked(name, [*overrides, *as_overrides(found)], machine, found)
     return {
         **own,
         **common,
@@ -96,28 +96,47 @@ def _conflict_lines(name: str, overrides: list[str], deepspeed: str | None) -> l
 MACHINE = ("gpus", "host_ram", "links", "ranks", "host", "power_limit", "p2p", "disk")
 
 
-def as_asked(name: str, overrides: list[str], machine: dict[str, Any]) -> dict[str, Any]:
-    """Return what the strategy of a file takes under our engines, and `why` it cannot run, if it cannot."""
+def as_run(found: Reading, precision: str) -> dict[str, Any]:
+    """Return what a DeepSpeed file decides of a Job, where our engine would ask DeepSpeed for something else.
+
+    `precision`: the recipe's, with what the file says of it.
+    """
+    if found.engine != "deepspeed":
+        return {}
+    narrow = found.sums is None and precision != "fp32" and found.zero > 0
+    return {"bucket": found.bucket, **({"gradient_bytes": 2} if narrow else {})}
+
+
+def as_asked(name: str, overrides: list[str], machine: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """Return what a file's strategy takes as its engine runs it, and `why` it cannot run, if it cannot.
+
+    `ours` is the same strategy as `tercet train` runs it.
+    """
     here = machine_of(**{option: machine.get(option) for option in MACHINE})
     recipe, _ = read_recipe(name, overrides, machine.get("sequence"), machine.get("batch"), machine.get("method"))
     work = Work.of(recipe)
     strategy = resolve(recipe.strategy, here.ranks, work)
-    search = Search(Counts(trained_model(recipe)), work, here, load())
+    file = as_run(reading, work.precision)
+    search = Search(Counts(trained_model(recipe)), work, here, load(), file)
     why = not_built(recipe) + refusals(search.counts.model, strategy, work, here)
     candidate = search.candidate(strategy)
     if not search.fits(candidate):
         way = way_for(search, candidate)
         why.append(shortage(search, candidate) + (f"; fits with {way.words}" if way else ""))
-    found = predict(recipe, strategy, here)
+    found = predict(recipe, strategy, here, file)
     if strategy.recompute == "none":
-        found["recomputing"] = predict(recipe, replace(strategy, recompute="full"), here)
+        found["recomputing"] = predict(recipe, replace(strategy, recompute="full"), here, file)
+    if file:
+        found["ours"] = predict(recipe, strategy, here)
     return {**found, "why": list(dict.fromkeys(why))}
 
 
 def asked_lines(asked: dict[str, Any]) -> list[str]:
-    lines = [need_line("It would take", asked)]
+    lines = [need_line("As the file runs it", asked)]
     if "recomputing" in asked:
         lines.append(need_line("with strategy.recompute=full", asked["recomputing"]))
+    if "ours" in asked and asked["ours"]["card_bytes"] != asked["card_bytes"]:
+        lines.append(need_line("as tercet train runs it (gradients added up and sent in fp32)", asked["ours"]))
     return lines + [f"  refused: {w}" for w in asked["why"]]
 
 
@@ -134,7 +153,7 @@ def as_overrides(found: Reading) -> list[str]:
     ]
     if found.nvme_path:
         result.append(f"strategy.offload.nvme_path={found.nvme_path}")
-    if found.offload_optimizer != "none" or found.offload_weights != "none" or found.precision == "fp16":
+    if found.engine == "deepspeed":
         result.append("strategy.engine=deepspeed")
     if found.micro_batch:
         result.append(f"strategy.micro_batch={found.micro_batch}")
@@ -159,6 +178,8 @@ def reading_lines(found: Reading) -> list[str]:
         words.append(f"weights on {found.offload_weights}")
     if found.precision:
         words.append(found.precision)
+    if found.engine == "deepspeed" and found.zero and found.precision != "fp32":
+        words.append("gradients added up and sent in " + (found.sums or found.precision or "16 bits"))
     if found.batch:
         words.append(
             f"batch {found.batch} = micro-batch {found.micro_batch} x accumulation {found.accumulation} x "

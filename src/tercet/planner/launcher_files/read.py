@@ -59,6 +59,9 @@ ACCELERATE_DEEPSPEED = _KEYS["accelerate_deepspeed"]
 ACCELERATE_FSDP = _KEYS["accelerate_fsdp"]
 
 
+DEFAULT_BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed's runtime/zero/config.py
+
+
 @dataclass
 class Reading:
     """What a file means. `findings` holds (key, kind, sentence); kind: dead, contradiction, unknown, refused, note."""
@@ -75,6 +78,9 @@ class Reading:
     ranks: int | None = None
     recompute: str | None = None
     pinned: bool = False
+    engine: str = "native"  # which of ours runs it so: DeepSpeed's own, or native for FSDP and plain data parallelism
+    sums: str | None = None  # the format in which gradients are added up and sent; None: the weights' format
+    bucket: int = DEFAULT_BUCKET  # elements
     findings: list[tuple[str, str, str]] = field(default_factory=list)
 
     def say(self, key: str, kind: str, sentence: str) -> None:
@@ -89,7 +95,7 @@ class Reading:
 
 def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Reading:
     """Return what a DeepSpeed configuration means. Raises InputError for values of the wrong kind."""
-    found = Reading(path, ranks=ranks)
+    found = Reading(path, ranks=ranks, engine="deepspeed")
     for key in content:
         if key not in DEEPSPEED:
             found.unknown(key, DEEPSPEED)
@@ -105,6 +111,7 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
     else:
         raise InputError(f"{path}: zero_optimization is {zero!r}; it must be a section")
     _batch(content, found)
+    _sums(content, found)
     checkpointing = content.get("activation_checkpointing")
     if checkpointing:
         found.say(
@@ -130,6 +137,23 @@ def _precision(content: dict[str, Any], found: Reading) -> None:
     elif given:
         found.precision = "fp32"
         found.say(next(iter(given)), "note", "neither fp16 nor bf16 is enabled: DeepSpeed trains in fp32")
+
+
+def _sums(content: dict[str, Any], found: Reading) -> None:
+    """Read in which format gradients are added up and sent; without a word DeepSpeed takes the weights'."""
+    types = content.get("data_types")
+    said = {
+        "communication_data_type": content.get("communication_data_type"),
+        "data_types.grad_accum_dtype": types.get("grad_accum_dtype") if isinstance(types, dict) else None,
+    }
+    for key, value in said.items():
+        if value is not None and value not in ("fp32", "fp16", "bf16", "bfp16"):
+            raise InputError(f"{found.path}: {key} is {value!r}; it must be fp32, fp16 or bf16")
+    found.sums = "fp32" if "fp32" in said.values() else None
+    zero = content.get("zero_optimization")
+    bucket = zero.get("reduce_bucket_size") if isinstance(zero, dict) else None
+    if isinstance(bucket, int | float) and not isinstance(bucket, bool) and bucket >= 1:
+        found.bucket = int(bucket)
 
 
 def _enabled(section: Any, key: str, found: Reading) -> bool | str:
@@ -274,6 +298,7 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     if fsdp and kind != "FSDP":
         found.say("fsdp_config", "dead", f"fsdp_config does nothing with distributed_type: {kind}")
     if kind == "DEEPSPEED":
+        found.engine = "deepspeed"
         _accelerate_deepspeed(deepspeed, content, found)
     elif kind == "FSDP":
         _accelerate_fsdp(fsdp, found)
