@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from tercet.planner.answer import plan, predict
+from tercet.planner.answer import answer_for, plan, predict
+from tercet.planner.constants import load, load_for
 from tercet.probe import processor
 from tercet.spec import machine as machines
 from tercet.spec.machine import Machine, find_gpu, machine_of
-from tercet.spec.recipe import build_recipe
+from tercet.spec.recipe import build_recipe, load_recipe
 from tercet.spec.strategy import Strategy
 
 CARD = {
@@ -111,3 +112,22 @@ def test_only_consumer_cards_run_above_their_quoted_clock():
     for name in ("A10G 24GB", "RTX A6000", "A100 SXM 80GB"):
         assert not find_gpu(name).geforce and find_gpu(name).sustained == 1.0, name
     assert find_gpu("4090").geforce and find_gpu("3090").geforce
+
+
+def test_what_a_process_holds_is_measured_and_a_runs_own_word_counts_more():
+    """The plan of a CPU's rank moves by the difference, byte for byte."""
+    here = Machine(ranks=3, card=None, host_bytes=24 * 2**30)
+    small, large = (replace(here, measured={"process": held}) for held in (300e6, 450e6))
+    assert load_for(here).cpu_process_bytes == load().cpu_process_bytes
+    assert load_for(replace(small, corrections={"cpu_process_bytes": 5e8})).cpu_process_bytes == 5e8
+    recipe = load_recipe("first-light", ["strategy=zero1"])
+    plans = [answer_for(recipe, machine)["strategies"][0]["card_bytes"] for machine in (small, large)]
+    assert plans[1] - plans[0] == pytest.approx(150e6, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_an_idle_rank_is_measured_apart_from_who_asks():
+    """A child's peak, as getrusage gives it, begins at what its parent has held."""
+    held = bytearray(2 * 10**9)
+    held[:: 2**12] = bytes(len(range(0, len(held), 2**12)))  # every page is touched
+    assert 100e6 < processor.idle_process() < 1.5e9

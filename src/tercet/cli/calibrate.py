@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tercet.errors import InputError
+
+if TYPE_CHECKING:
+    from tercet.planner.constants import Constants
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +32,7 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
     import orjson
 
     from tercet.planner.calibrate import corrections, of_run
-    from tercet.planner.constants import load, load_for
+    from tercet.planner.constants import before_runs, load_for
     from tercet.probe.machine_file import update
     from tercet.spec.machine import this_machine
 
@@ -45,12 +48,13 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
         return
     here = this_machine()
     runs = [of_run(folder, here) for folder in folders]
-    found = corrections(runs, load())
+    prior = before_runs(here)
+    found = corrections(runs, prior)
     path = update({"corrections": {"kind": here.kind, "runs": len(runs), "constants": found}})
     here = this_machine()
     rows = []
     for row in runs:
-        before, after = row.predict(load()), row.predict(load_for(here))
+        before, after = row.predict(prior), row.predict(load_for(here))
         rows.append(
             {
                 "run": row.row.id,
@@ -62,7 +66,7 @@ def run(folders: list[str], forget: bool, as_json: bool) -> None:
         answer = {"runs": rows, "corrections": found, "machine_file": str(path)}
         typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
         return
-    _print(rows, found)
+    _print(rows, found, prior)
     typer.echo(f"written to {path}; tercet calibrate --forget drops it")
 
 
@@ -70,13 +74,11 @@ def _three(before: float | None, after: float | None, measured: float | None) ->
     return {"before": before, "after": after, "measured": measured}
 
 
-def _print(rows: list[dict[str, Any]], found: dict[str, float]) -> None:
+def _print(rows: list[dict[str, Any]], found: dict[str, float], prior: Constants) -> None:
     from dataclasses import fields
 
     from rich.console import Console
     from rich.table import Table
-
-    from tercet.planner.constants import Constants, load
 
     console = Console(highlight=False, emoji=False)
     for key, title, scale in (("tokens_per_second", "tokens/s", 1.0), ("memory_bytes", "GB a rank", 1e9)):
@@ -94,6 +96,6 @@ def _print(rows: list[dict[str, Any]], found: dict[str, float]) -> None:
             console.print("No speed is predicted here until tercet doctor has measured this machine.", style="yellow")
     what = {f.name: f.metadata["what"] for f in fields(Constants)}
     for name, value in found.items():
-        console.print(f"{name}: {getattr(load(), name):.4g} -> {value:.4g} ({what[name]})")
+        console.print(f"{name}: {getattr(prior, name):.4g} -> {value:.4g} ({what[name]})")
     if not found:
         console.print("the shipped constants predict these runs; nothing was corrected")

@@ -17,6 +17,8 @@ from tercet.spec.machine import MEASURED, card_here, read_machine_file
 from tercet.units import show_bytes
 
 CPU_RANKS = 3
+AROUND_IT = "train sets the environment around it."
+ONCE_MORE = "Plans know no speed of several ranks until tercet doctor, given again, has measured it."
 
 
 def examine(ranks: int | None, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
@@ -42,14 +44,14 @@ def _measure(report: dict[str, Any], ranks: int | None, say: Callable[[str], Non
     if count > 1:
         for name, variables in collectives.transports(len(cards)).items():
             say(f"measuring collectives of {count} ranks: {name} …")
-            result = collectives.measure(count, variables)
+            result = collectives.measure(count, variables, collectives.LIMIT_SECONDS["nccl" if cards else "gloo"])
             report["transports"][name] = {**result, "environment": variables}
             if "all_reduce" in result:
                 working = working or (name, variables, result)
             else:
                 report["findings"].insert(
                     0,
-                    Finding("warning", f"{name}: {result['verdict']}", "train sets the environment around it."),
+                    Finding("warning", f"{name}: {result['verdict']}", AROUND_IT if len(cards) > 1 else ONCE_MORE),
                 )
         if working:
             rates |= {k: v for k, v in working[2].items() if k != "verdict"}
@@ -125,6 +127,8 @@ def _rate(name: str, value: float) -> str:
         return f"{value * 1e6:.0f} µs"
     if name == "cpu_adam":
         return f"{value / 1e6:.0f} M parameters/s"
+    if name == "process":
+        return f"{show_bytes(value)} before a rank holds a model"
     if name == "peer_access":
         return "yes" if value else "no"
     return f"{value / 1e9:.2f} GB/s"

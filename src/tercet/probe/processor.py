@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tercet import children
 from tercet.spec.cards import CardFields, bytes_of
 from tercet.spec.machine import GIB
 
@@ -166,6 +168,16 @@ def card_entry(row: CardFields, device: torch.device) -> dict[str, Any]:
     return {"arch": "measured", **numbers}
 
 
+def idle_process() -> float | None:
+    """Return the bytes that a rank's process holds without a model, or None where they cannot be measured."""
+    command = children.command("tercet.training.idle")
+    environment = children.environment({"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+
+
 def all_rates(folder: Path) -> dict[str, float]:
     """Return every rate of this machine under the names of tercet.spec.machine.MEASURED, and more of cards."""
     cards = devices()
@@ -177,6 +189,8 @@ def all_rates(folder: Path) -> dict[str, float]:
         "cpu_adam": cpu_adam(),
         "disk_write": disk_write(folder),
     }
+    if not cards and (held := idle_process()):
+        found["process"] = held
     if cards:
         found["matmul_fp16"] = matmul(device, torch.float16)
         found["matmul_fp16_fast"] = matmul_fp16_fast(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def check_collectives(
         try:
             found.append(_compare(world, all_reduce))
         except Exception as error:
-            found.append(("error", f"{type(error).__name__}: {error}"))
+            found.append(("error", f"{type(error).__name__}: {_without_places(str(error))}"))
 
     # A thread, because a collective that hangs cannot be interrupted; a daemon, so that the process can leave.
     thread = threading.Thread(target=work, daemon=True)
@@ -78,6 +79,11 @@ def check_collectives(
             seconds,
         )
     return Verdict(*found[0], seconds)  # pyright: ignore[reportCallIssue]
+
+
+def _without_places(text: str) -> str:
+    """Return a backend's message without its place in C++ code and its advice."""
+    return re.sub(r"\[\S+:\d+\] ", "", text).partition(". This is typically")[0]
 
 
 def _compare(world: Any, all_reduce: Callable[[Any], Any] | None) -> tuple[str, str]:
@@ -193,9 +199,11 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> 
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
             time.sleep(0.02)
     finally:
+        # All before any is waited for: a rank that sees another one go would report that as its own error.
         for process in processes:
             if process.poll() is None:
                 process.kill()
+        for process in processes:
             process.wait()
 
 

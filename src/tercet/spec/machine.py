@@ -299,6 +299,7 @@ MEASURED = (
     "collective_latency",
     "cpu_adam",
     "disk_write",
+    "process",  # bytes that a rank on the CPU holds without a model
 )
 
 
