@@ -60,6 +60,7 @@ IDLE = {
     "data.validation.epochs": ["data.validation=" + SOURCE.replace("KEY", "epochs: 2")],
     "data.validation.weight": ["data.validation=" + SOURCE.replace("KEY", "weight: 2")],
     "data.validation.map": ["data.validation=" + SOURCE.replace("KEY", "map: {txt: body}")],
+    "data.stream": ["data.stream=true", "train.epochs=1"],
     "data.long_rows": ["data.long_rows=cut"],
     "data.template": ["data.template=chatml"],
     "data.train_on": ["data.train_on=assistant"],

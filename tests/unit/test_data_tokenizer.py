@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from tercet.data import tokenizer
+from tercet.data import hub, tokenizer
 from tercet.data.prepare import prepare
 from tercet.errors import InputError
 
@@ -147,7 +147,7 @@ def test_too_many_ids_for_the_model_names_both_numbers(trained, tmp_path):
 
 def test_tokenizers_that_cannot_be_had(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(tokenizer, "_reachable", lambda endpoint: False)
+    monkeypatch.setattr(hub, "_reachable", lambda endpoint: False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     no_end = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     no_end.pre_tokenizer = pre_tokenizers.Whitespace()

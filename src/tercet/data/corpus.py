@@ -28,6 +28,10 @@ KEPT_BYTES = 16_000_000  # of text files that are read once; larger ones, and co
 _SECTION = (1 << 11, 1 << 16)  # least and most characters of a section of plain text
 
 
+class NothingLeft(InputError):
+    """No row is left to train on."""
+
+
 @dataclass
 class Findings:
     """What the check found in a set of sources. `dropped` counts rows by reason, `places` has the first
@@ -232,7 +236,7 @@ def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> No
     own = findings["train"]
     if own.kept == 0:
         why = f"{own.rows} rows read, dropped: {counted(own.dropped)}" if own.rows else "the files hold no rows"
-        raise InputError(f"data.train: no row is left to train on ({why})", "Give files that hold texts.")
+        raise NothingLeft(f"data.train: no row is left to train on ({why})", "Give files that hold texts.")
 
 
 def counted(reasons: Counter[str]) -> str:

@@ -247,6 +247,6 @@ class Encoding:
         ):
             if empty:
                 reasons = corpus.counted(dropped)
-                raise InputError(
+                raise corpus.NothingLeft(
                     f"data.{key}: no row is left (dropped: {reasons})", hint if dropped[TOO_LONG] else None
                 )

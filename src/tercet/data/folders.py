@@ -14,7 +14,7 @@ from tercet.data import formats
 
 # What `save_to_disk` and the hub put beside the rows.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-_TEXTS = {".txt", ".md", ".text", ".rst", ".log"}
+TEXTS = {".txt", ".md", ".text", ".rst", ".log"}
 # The hub's rule: a split's name stands in a path between marks, as in data/train-00000-of-00002.parquet.
 _SPLITS = {
     "train": ("train", "training"),
@@ -49,7 +49,7 @@ def search(folder: Path, side: str) -> FolderFiles:
             good.append(path)
         else:
             found.passed.append((path, "describes the data" if path.name in _ABOUT else "no known format"))
-    tables = [p for p in good if formats.ending(p) not in _TEXTS]
+    tables = [p for p in good if formats.ending(p) not in TEXTS]
     if tables:
         found.passed += [(p, "a text beside tables") for p in good if p not in tables]
     found.taken = _of_split(folder, tables or good, side, found) if tables else good

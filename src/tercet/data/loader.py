@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tercet.data.stream import StreamMix
+
 if TYPE_CHECKING:
+    from tercet.data.mix import Mix
     from tercet.data.prepare import Prepared
     from tercet.data.shards import Rows
 
@@ -78,13 +81,15 @@ class Loader:
     """
 
     def __init__(self, prepared: Prepared, batch_sequences: int, seed: int):
-        self.mix = replace(prepared.train, seed=seed)
+        stream = prepared.stream
+        self.mix: Mix | StreamMix = replace(prepared.train, seed=seed) if stream is None else stream.seeded(seed)
         self.validation = prepared.validation
         self.batch_sequences = batch_sequences
         self.tokens = prepared.sequence_tokens
         self.pad_id = prepared.pad_id
-        sets = (*self.mix.sources, *([self.validation] if self.validation is not None else []))
-        self._weighted = any(map(weighted, sets))
+        sets = (*prepared.train.sources, *([self.validation] if self.validation is not None else []))
+        # What weights the chats to come have is not known of a stream.
+        self._weighted = any(weighted(s) or (stream is not None and s.palette is not None) for s in sets)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -98,6 +103,8 @@ class Loader:
         them.
         """
         start = step * self.batch_sequences
+        if isinstance(self.mix, StreamMix):
+            self.mix.ready(range(start, start + self.batch_sequences), ahead=rank == 0)
         batches = []
         for places in _deal(self.batch_sequences, rank, ranks, micro_batch):
             numbers = [start + i if i < self.batch_sequences else IDLE for i in places]
@@ -117,13 +124,8 @@ class Loader:
             yield from share
 
     def _batch(self, numbers: Sequence[int]) -> Batch:
-        places = {n: self.mix.place(n) for n in numbers if n != IDLE}
-
-        def row(number: int) -> tuple[Rows, int]:
-            source, index = places[number]
-            return self.mix.sources[source], index
-
-        batch = make_batch(numbers, row, self.tokens, self.pad_id, self._weighted)
+        places = {n: self.mix.rows_at(n) for n in numbers if n != IDLE}
+        batch = make_batch(numbers, lambda n: places[n][1:], self.tokens, self.pad_id, self._weighted)
         batch.sources = [places[n][0] if n != IDLE else IDLE for n in numbers]
         return batch
 

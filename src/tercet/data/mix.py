@@ -56,6 +56,11 @@ class Mix:
         epoch, inside = divmod(before, len(self.sources[source]))
         return source, int(self._order(len(self.sources[source]), epoch, source)[inside])
 
+    def rows_at(self, sample: int) -> tuple[int, Rows, int]:
+        """Return (source, its rows, row in them) of sample number `sample`."""
+        source, row = self.place(sample)
+        return source, self.sources[source], row
+
     @cached_property
     def _orders(self) -> dict[tuple[int, ...], tuple[int, np.ndarray]]:
         return {}

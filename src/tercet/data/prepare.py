@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,13 +15,16 @@ from tercet.data.corpus import TRAIN
 from tercet.data.encoding import Encoding, Meter, Progress
 from tercet.data.kept import Kept, changes, described, judge
 from tercet.data.mix import Mix, Mixing
+from tercet.data.parts import entered_in_the_middle, fingerprints
 from tercet.data.shards import Rows
 from tercet.data.sources import Source, content_hashes, find_all
 from tercet.data.spans import Template
+from tercet.data.stream import PART_BYTES, Builder, StreamMix, cut_all
 from tercet.data.template import find_template, named, source_of, tokens_of
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 from tercet.spec.recipe import DataSection
+from tercet.units import show_bytes
 
 FORMAT = 1
 Say = Callable[[str], None]
@@ -54,6 +57,7 @@ class Prepared:
     sequence_tokens: int
     decides: str  # hash of the tokenizer that the recipe names, or "train"
     files: dict[str, list[dict[str, Any]]]  # of the sources, with their contents' hashes (kept.described)
+    stream: StreamMix | None = None  # what is trained, where `train` is but the beginning of it
 
 
 def prepare(
@@ -78,8 +82,10 @@ def prepare(
     train, held = find_all(data)
     mixing = Mixing.of(data)
     folder = cache.folder_of(data.cache)
-    hashes = _hashes(train, held, progress)
+    hashes = _hashes(data, train, held, progress)
     files = described(train, held, hashes)
+    parts = cut_all(train) if data.stream else []
+    first = [p[0] for p in parts] if data.stream else train
     changed = changes(kept.files, files) if kept is not None else []
     if kept is not None and changed:
         say(judge(kept, changed, train, held, data.bad_rows))
@@ -92,18 +98,32 @@ def prepare(
 
         def build(scratch: Path) -> dict[str, Any]:
             say(f"prepared data: miss, key {key}")
-            return _build(data, train, held, loaded, vocabulary, scratch, progress, say)
+            return _build(data, first, held, loaded, vocabulary, scratch, progress, say)
 
         manifest, hit = cache.fill(folder, key, build, say)
     if hit:
         say(f"prepared data: hit, key {key}")
-    figures.name_files(manifest["report"], train, held if isinstance(held, list) else [])
+    figures.name_files(manifest["report"], first, held if isinstance(held, list) else [])
     for source in manifest["report"]["sources"]:
         for sentence in figures.warnings(source):
             say(sentence)
     found = _open(folder / key, key, hit, manifest, mixing, seed, decided, files)
     _check_vocabulary(found.vocabulary, vocabulary, data.tokenizer)
+    if data.stream:
+        say(stream_sentence(parts))
+        builder = Builder(data, parts, found.tokenizer_folder, folder / f"stream-{key}")
+        found = replace(found, stream=StreamMix(builder, mixing.weights, seed, say))
     return found
+
+
+def build_part(data: DataSection, part: Source, words: Path, scratch: Path) -> dict[str, Any]:
+    """Prepare one part of a stream into `scratch`; `words` is the tokenizer's folder. Return the manifest."""
+    data = data.model_copy(update={"validation": None})
+
+    def load() -> Tokenizer:
+        return tokenizer.load(words / "tokenizer.json")
+
+    return _build(data, [part], None, load, None, scratch, _quiet, _quiet, whole=False)
 
 
 def find_prepared(
@@ -112,7 +132,7 @@ def find_prepared(
     """Return the data if it lies in the cache already, else None. Reads the files once, makes nothing."""
     train, held = find_all(data)
     mixing = Mixing.of(data)
-    hashes = _hashes(train, held, _quiet)
+    hashes = _hashes(data, train, held, _quiet)
     loaded, decided = _tokenizer_of(data, vocabulary, model_tokenizer, None, _quiet)
     decides = {"tokenizer": decided, **({"vocabulary": vocabulary} if loaded is None else {})}
     key = cache.key_of({**decides, **_settings(data, train, held, hashes)})
@@ -174,9 +194,11 @@ def _own(kept: Kept) -> tuple[Callable[[], Tokenizer], str]:
     return lambda: tokenizer.load(place), tokenizer.content_hash(place) or ""
 
 
-def _hashes(train: list[Source], held: list[Source] | float | None, progress: Progress) -> list[str]:
-    """Return the hash of each file's content, in the order of reading."""
+def _hashes(data: DataSection, train: list[Source], held: list[Source] | float | None, progress: Progress) -> list[str]:
+    """Return the hash of each file's content, in the order of reading; of what is streamed, of samples of it."""
     files = [f for s in [*train, *(held if isinstance(held, list) else [])] for f in s.files]
+    if data.stream:
+        return fingerprints(files)
     total, done = sum(f.bytes for f in files), 0
 
     lock = Lock()
@@ -212,6 +234,7 @@ def _settings(
         "long_rows": data.long_rows,
         "template": None if data.template is None else source_of(data.template, Path())[1],
         "train_on": data.train_on,
+        **({"stream": PART_BYTES} if data.stream else {}),
     }
 
 
@@ -224,12 +247,13 @@ def _build(
     folder: Path,
     progress: Progress,
     say: Say,
+    whole: bool = True,
 ) -> dict[str, Any]:
     started = time.monotonic()
     total = sum(s.bytes for s in [*train, *(held if isinstance(held, list) else [])])
     checked = corpus.check(train, held, data.bad_rows, Meter(progress, total, "check"))
     chats = checked.chats
-    if not chats and (data.template is not None or data.train_on not in (None, "all")):
+    if whole and not chats and (data.template is not None or data.train_on not in (None, "all")):
         key = "template" if data.template is not None else "train_on"
         raise InputError(f"data.{key} is {getattr(data, key)}, but no row of the data is a chat", "Take it out.")
     if load is None:
@@ -272,6 +296,17 @@ def _build(
         "bos_id": words.bos_id,
         "pad_id": words.pad_id,
     }
+
+
+def stream_sentence(parts: list[list[Source]]) -> str:
+    """Return what is to be said of a stream."""
+    count, size = sum(map(len, parts)), sum(s.bytes for source in parts for s in source)
+    fixed = sorted({f.name for source in parts for s in source for f in s.files if not entered_in_the_middle(f)})
+    more = f"; {fixed[0]} cannot be entered in the middle and is one part" if fixed else ""
+    return (
+        f"streamed: {show_bytes(size)} in {count} parts; each is checked and tokenised when it is due, so a bad row is "
+        f"found then; the figures are of the first part of each source{more}"
+    )
 
 
 def _template_of(data: DataSection, words: Tokenizer, folder: Path) -> Template:

@@ -62,6 +62,12 @@ class Rows:
     def _rows(self) -> np.ndarray:
         return np.load(self.folder / f"{self.name}.rows.npy", mmap_mode="r")
 
+    def opened(self) -> Rows:
+        """Return itself with every file open: they may be removed from then on."""
+        for name in ("_tokens", "_documents", "_rows", *(("_trained",) if self.palette is not None else ())):
+            getattr(self, name)
+        return self
+
     def __len__(self) -> int:
         return len(self._rows) - 1
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tercet.data import folders, formats
-from tercet.data.compressed import UNREADABLE
+from tercet.data import folders, formats, hub
+from tercet.data.compressed import COMPRESSED, UNREADABLE
 from tercet.data.formats import chats
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError, nearest
@@ -101,6 +101,8 @@ def find_all(data: DataSection) -> tuple[list[Source], list[Source] | float | No
     held = data.validation
     if isinstance(held, list):
         held = [find(s, f"data.validation.{n}") for n, s in enumerate(held)]
+    if data.stream:
+        _check_stream(data)
     everything = [f for s in (*train, *(held if isinstance(held, list) else ())) for f in s.files]
     if data.long_rows == "cut" and all(f.format == "text" for f in everything):
         raise InputError(
@@ -114,6 +116,21 @@ def find_all(data: DataSection) -> tuple[list[Source], list[Source] | float | No
                 f"data.{key} is {value}, but every file is plain text, which holds no chats", "Take it out."
             )
     return train, held
+
+
+def _check_stream(data: DataSection) -> None:
+    """Raise InputError for what can only be had of a set that is read to its end before training."""
+    for key, needs, asked in (
+        ("data.tokenizer=train", "a tokenizer is trained", data.tokenizer == "train"),
+        ("data.validation as a fraction", "documents are held out", isinstance(data.validation, float)),
+        ("data.temperature", "sources share by their sequences", data.temperature != 1),
+        ("data.train.*.epochs", "sources share by their sequences", any(s.epochs is not None for s in data.train)),
+    ):
+        if asked:
+            raise InputError(
+                f"data.stream and {key}: {needs} when the whole set has been read, and a stream is not read beforehand",
+                "Give a tokenizer, a file for data.validation and weights for sources; or take data.stream out.",
+            )
 
 
 def _check_map(section: SourceSection, files: list[File], key: str) -> None:
@@ -144,8 +161,25 @@ def _paths(text: str, key: str) -> folders.FolderFiles:
         raise InputError(
             f"{key}: nothing matches {text!r}", f"Paths are taken from the working directory, {Path.cwd()}."
         )
+    if (named := hub.set_name(text)) and (text.startswith(hub.PREFIX) or not path.parent.is_dir()):
+        return _on_hub(*named, key)
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
+
+
+def _on_hub(name: str, inside: str, key: str) -> folders.Found:
+    """Return the files of a hub's data set for one side, by the hub's own rule of splits."""
+    endings = sorted(formats.suffixes() - {".py", *folders.TEXTS})
+    endings += [f"{e}{packed}" for e in endings for packed in COMPRESSED]
+    hint = (
+        "Give a file or folder; a data set of the hub is fetched once, as hub:owner/name, and then used from its cache."
+    )
+    folder = hub.fetch(name, key, [f"*{e}" for e in endings], "dataset", hint)
+    place = hub.one_set(folder, name, inside, key, endings)
+    found = folders.search(place, "validation" if key.startswith("data.validation") else "train")
+    if not found.taken:
+        raise InputError(f"{key}: {name} on the hub holds no file of a known format{_reasons(found)}")
+    return found
 
 
 def _reasons(found: folders.FolderFiles) -> str:

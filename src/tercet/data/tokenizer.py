@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from tercet.data import hub
 from tercet.data.words import Words, token_bytes, unit_pattern
 from tercet.errors import InputError
 
@@ -368,31 +367,8 @@ def _from_transformers(place: Path | str, name: str) -> Tokenizer:
 
 def _from_hub(name: str) -> Path:
     """Return the local copy of a hub repository's tokenizer files, fetched if need be."""
-    from huggingface_hub import constants, snapshot_download
-
-    online = not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT)
-    try:
-        # Without a network the client would repeat itself for a minute; ask once, then look in its cache
-        # only.
-        return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"], local_files_only=not online))
-    except Exception as error:  # network, permission, name: each has its own kind
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        why = first if online else "the hub cannot be reached and no copy lies in its cache"
-        raise InputError(
-            f"data.tokenizer: {name!r} is no file or folder here, and not to be had from the hub: {why}",
-            "Give a tokenizer.json, a .model file or a folder, or train (one is made from data.train).",
-        ) from None
-
-
-def _reachable(endpoint: str) -> bool:
-    if any(os.environ.get(v) for v in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # the proxy knows
-    host, _, port = endpoint.partition("://")[2].partition("/")[0].partition(":")
-    try:
-        socket.create_connection((host, int(port or (443 if endpoint.startswith("https") else 80))), timeout=5).close()
-    except OSError:
-        return False
-    return True
+    hint = "Give a tokenizer.json, a .model file or a folder, or train (one is made from data.train)."
+    return hub.fetch(name, "data.tokenizer", [*FILES, "config.json"], "model", hint)
 
 
 def _from_sentencepiece(path: Path) -> Tokenizer:

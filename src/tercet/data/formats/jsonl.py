@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -43,33 +43,53 @@ def _whole_list(line: bytes) -> bool:
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     """Yield every row. A row ends with LF or CRLF; blank lines are counted and passed over."""
     with open_bytes(path) as file:
-        for number, raw in enumerate(file, 1):
-            if number == 1:
-                if raw.startswith(BOM):
-                    raw = raw[len(BOM) :]
-                    reading.seen["byte order mark"] += 1
-                elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    yield Fault(1, 1, rows.BAD_BYTES, "the file is UTF-16; save it as UTF-8", fatal=True)
-                    return
-                if b"\0" in raw:
-                    yield Fault(1, 1, rows.BAD_BYTES, rows.NULS, fatal=True)
-                    return
-            if raw.endswith(b"\r\n"):
-                reading.seen["CRLF"] += 1
-            line = raw.rstrip(b"\r\n")
-            if not line or line.isspace():
-                reading.seen["blank lines"] += 1
-                continue
-            try:
-                value = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                yield _explain(line, number, reading)
-                continue
-            if len(_KEYS.findall(line)) > keys_in(value) and (twice := repeated_key(line.decode())):
-                reading.seen["kind: other"] += 1
-                yield Fault(number, 1, rows.TWICE, rows.twice_detail(twice), _shown(line))
-                continue
-            yield rows.judge(value, reading, number, 1, lambda name, s=line: _column(s, name), lambda s=line: _shown(s))
+        yield from _read(file, reading, at_start=True)
+
+
+def read_range(path: Path, reading: Reading, begin: int, end: int) -> Iterator[Row | Fault]:
+    """Yield the rows whose first byte lies in [begin, end) of a file that is not compressed; lines count from there."""
+    with path.open("rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()  # what remains of a line that begins before
+        yield from _read(_until(file, end), reading, at_start=begin == 0)
+
+
+def _until(file: BinaryIO, end: int) -> Iterator[bytes]:
+    at = file.tell()
+    while at < end and (line := file.readline()):
+        yield line
+        at += len(line)
+
+
+def _read(lines: Iterable[bytes], reading: Reading, at_start: bool) -> Iterator[Row | Fault]:
+    for number, raw in enumerate(lines, 1):
+        if number == 1 and at_start:
+            if raw.startswith(BOM):
+                raw = raw[len(BOM) :]
+                reading.seen["byte order mark"] += 1
+            elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                yield Fault(1, 1, rows.BAD_BYTES, "the file is UTF-16; save it as UTF-8", fatal=True)
+                return
+            if b"\0" in raw:
+                yield Fault(1, 1, rows.BAD_BYTES, rows.NULS, fatal=True)
+                return
+        if raw.endswith(b"\r\n"):
+            reading.seen["CRLF"] += 1
+        line = raw.rstrip(b"\r\n")
+        if not line or line.isspace():
+            reading.seen["blank lines"] += 1
+            continue
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            yield _explain(line, number, reading)
+            continue
+        if len(_KEYS.findall(line)) > keys_in(value) and (twice := repeated_key(line.decode())):
+            reading.seen["kind: other"] += 1
+            yield Fault(number, 1, rows.TWICE, rows.twice_detail(twice), _shown(line))
+            continue
+        yield rows.judge(value, reading, number, 1, lambda name, s=line: _column(s, name), lambda s=line: _shown(s))
 
 
 _KEYS = re.compile(rb'"\s*:')  # stands behind every key; within texts it may stand more often

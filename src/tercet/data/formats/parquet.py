@@ -20,18 +20,42 @@ def sniff(path: Path, head: bytes) -> bool:
 
 def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     """Yield every row. Where there is a text column, only that is decoded. Raises InputError when the file is no Parquet file."""
+    yield from _read(path, reading, None)
+
+
+def read_groups(path: Path, reading: Reading, begin: int, end: int) -> Iterator[Row | Fault]:
+    """Yield the rows of row groups [begin, end); lines count from there."""
+    yield from _read(path, reading, range(begin, end))
+
+
+def group_bytes(path: Path) -> list[int]:
+    """Return the bytes of each row group, compressed as they lie in the file. Raises as `read` does."""
+    with _open(path) as file:
+        about = file.metadata
+        groups = [about.row_group(n) for n in range(about.num_row_groups)]
+        return [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
+
+
+def _open(path: Path) -> Any:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     try:
-        file = parquet.ParquetFile(path)
+        return parquet.ParquetFile(path)
     except (arrow.ArrowInvalid, OSError) as error:
         raise InputError(f"{path} is not a Parquet file: {error}") from None
-    with file:
+
+
+def _read(path: Path, reading: Reading, groups: range | None) -> Iterator[Row | Fault]:
+    import pyarrow as arrow
+
+    with _open(path) as file:
         names = file.schema_arrow.names
         wanted = wanted_columns(names, reading)
+        chosen = {} if groups is None else {"row_groups": list(groups)}
         try:
-            yield from from_batches(file.iter_batches(batch_size=_ROWS, columns=wanted), names, wanted, reading)
+            batches = file.iter_batches(batch_size=_ROWS, columns=wanted, **chosen)
+            yield from from_batches(batches, names, wanted, reading)
         except (arrow.ArrowInvalid, OSError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
 

@@ -79,6 +79,11 @@ RULES = (
         ("data.train",),
     ),
     Rule(
+        ("data.stream",),
+        "train.steps: how many rows a stream has is not known before its end",
+        lambda r: r.train.steps is not None,
+    ),
+    Rule(
         ("data.validation.*.weight", "data.validation.*.epochs"),
         "training sources: validation reads each row once, whatever its source",
         lambda r: False,

@@ -156,7 +156,10 @@ class AdapterSection(Section):
 
 
 class SourceSection(Section):
-    path: str = Field(description="file, folder or glob; package:NAME/FILE for a file of an installed package")
+    path: str = Field(
+        description="file, folder or glob; package:NAME/FILE for a file of an installed package; hub:OWNER/NAME, or "
+        "hub:OWNER/NAME/CONFIGURATION, for a data set of the hub"
+    )
     weight: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="share of the trained sequences, relative to the other sources; default: by size"
     )
@@ -209,6 +212,11 @@ class DataSection(Section):
         default="model",
         description="model (the model's own), train (byte-level BPE on data.train), a file, folder or hub name; "
         "default: model, and train for a preset or sizes, which bring none",
+    )
+    stream: bool = Field(
+        default=False,
+        description="prepare data.train part by part while it is trained, for sets larger than memory or disk; needs "
+        "train.steps",
     )
     bad_rows: Literal["stop", "skip"] = "stop"
     long_rows: Literal["drop", "cut", "split"] = Field(
