@@ -46,7 +46,9 @@ def test_no_row_is_an_error_with_numbers(tmp_path):
     with pytest.raises(InputError, match="hold no rows"):
         made(tmp_path, path)
     write_rows(path, [sentence(1, 80), sentence(2, 80)])
-    with pytest.raises(InputError, match=r"data.train: no row is left \(dropped: 2 too long\)\nRows over .* \(32\)"):
+    with pytest.raises(
+        InputError, match=r"data.train: no row is left \(dropped: 2 too long\): .*rows.jsonl\nRows over .* \(32\)"
+    ):
         made(tmp_path, path, long_rows="drop")
 
 

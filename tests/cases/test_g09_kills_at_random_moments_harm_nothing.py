@@ -26,6 +26,7 @@ RUN = (
     "output.keep=3",
     "train.sample_prompts=[]",
 )
+ADAPTERS = ("adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear")
 WAYS = ("kill supervisor", "kill a rank", "SIGTERM", "SIGHUP", "SIGINT")
 # What a process answers that was asked to stop: it had finished, it stopped, or Python had not yet begun to listen.
 ASKED = {0, 130, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
@@ -34,8 +35,8 @@ ASKED = {0, 130, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
 class Disturbed:
     """One run that is killed again and again, and resumed each time."""
 
-    def __init__(self, cli: Cli, ranks: int, lot: random.Random):
-        self.cli, self.ranks, self.lot = cli, ranks, lot
+    def __init__(self, cli: Cli, ranks: int, lot: random.Random, keys: tuple[str, ...]):
+        self.cli, self.ranks, self.lot, self.keys = cli, ranks, lot, keys
         self.folder = cli.folder / "run"
         self.mark = uuid.uuid4().hex
         cli.environment["TEST_MARK"] = self.mark
@@ -44,7 +45,7 @@ class Disturbed:
     def start(self) -> subprocess.Popen[str]:
         if (self.folder / "recipe.yaml").exists():
             return self.cli.start("train", "--resume", "run")
-        return self.cli.start("train", "small.yaml", "--ranks", str(self.ranks), "--output", "run", *RUN)
+        return self.cli.start("train", "small.yaml", "--ranks", str(self.ranks), "--output", "run", *self.keys)
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this run, found by a variable that only it has inherited."""
@@ -91,11 +92,18 @@ class Disturbed:
         assert gone(self.processes())
 
 
-def disturb_often(cli: Cli, tmp_path_factory, ranks: int, kills: int, seed: int) -> None:
+def model_of(cli: Cli) -> dict[str, bytes]:
+    """Return what was trained: the model's files, or the adapter's."""
+    run = cli.folder / "run"
+    return {p.name: p.read_bytes() for kind in ("model", "adapter") for p in (run / kind).glob("*.safetensors")}
+
+
+def disturb_often(cli: Cli, tmp_path_factory, ranks: int, kills: int, seed: int, keys: tuple[str, ...] = RUN) -> None:
     whole = Cli(tmp_path_factory.mktemp("whole"), cli.folder)
     whole.environment["XDG_CACHE_HOME"] = cli.environment["XDG_CACHE_HOME"]
     begin = time.monotonic()
-    whole.run("train", "small.yaml", "--ranks", str(ranks), "--output", "run", *RUN)
+    whole.run("train", "small.yaml", "--ranks", str(ranks), "--output", "run", *keys)
+    assert model_of(whole)
     duration = time.monotonic() - begin
     lot = random.Random(f"{seed} {ranks}")
     left, number = kills, 0
@@ -103,12 +111,12 @@ def disturb_often(cli: Cli, tmp_path_factory, ranks: int, kills: int, seed: int)
         number += 1
         own = Cli(tmp_path_factory.mktemp(f"disturbed-{number}"), cli.folder)
         own.environment["XDG_CACHE_HOME"] = cli.environment["XDG_CACHE_HOME"]
-        run = Disturbed(own, ranks, lot)
+        run = Disturbed(own, ranks, lot, keys)
         for _ in range(min(left, lot.randint(2, 5))):
             run.disturb(lot.choice(WAYS), lot.uniform(0, 1.1 * duration))
             left -= 1
         run.finish()
-        assert own.weights("run") == whole.weights("run")
+        assert model_of(own) == model_of(whole)
         assert own.losses("run") == whole.losses("run")
 
 
@@ -118,3 +126,20 @@ def disturb_often(cli: Cli, tmp_path_factory, ranks: int, kills: int, seed: int)
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(cli, tmp_path_factory, ranks, request):
     kills, seed = request.config.getoption("--kills"), request.config.getoption("--kill-seed")
     disturb_often(cli, tmp_path_factory, ranks, kills // 2, seed)
+
+
+@pytest.fixture
+def base(tmp_path_factory, text_cache) -> str:
+    """A model folder to train adapters on."""
+    cli = Cli(tmp_path_factory.mktemp("base"), text_cache)
+    cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", *RUN, "train.steps=2")
+    return str(cli.folder / "run" / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", ["adapters", "host"])
+def test_so_does_one_with_adapters_or_with_its_weights_in_host_memory(cli, base, tmp_path_factory, kind, request):
+    keys = ("strategy=host",) if kind == "host" else (f"model={base}", "data.tokenizer=model", *ADAPTERS)
+    kills, seed = request.config.getoption("--kills"), request.config.getoption("--kill-seed")
+    disturb_often(cli, tmp_path_factory, 3, kills // 10, seed, (*RUN, *keys))

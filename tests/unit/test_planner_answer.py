@@ -227,6 +227,7 @@ def test_plan_loads_no_torch():
 def test_the_search_tries_few_micro_batches_however_many_rows():
     assert micro_batches(3, Work(2048, 96)) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
     assert len(micro_batches(64, Work(128, 100_000))) <= 14
+    assert len(micro_batches(3, Work(32, 10**12))) <= 14  # at once
     for ranks in (1, 3, 64):
         for batch in (1, 5, 96, 4096):
             assert all(1 <= m <= -(-batch // ranks) for m in micro_batches(ranks, Work(512, batch)))

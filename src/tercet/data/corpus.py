@@ -16,7 +16,7 @@ import numpy as np
 
 from tercet.data.chat import Chat
 from tercet.data.rows import Fault, Row
-from tercet.data.sources import File, Source
+from tercet.data.sources import File, Source, paths_of
 from tercet.data.tokenize import Part
 from tercet.errors import InputError, TercetError
 
@@ -163,12 +163,12 @@ def check(
             mark = array("b", [DROPPED if m == DROPPED else VALIDATION for m in mark])
         marks.append(mark)
         hashes.append(digest)
-    _stop(findings, faults, bad_rows)
+    _stop(findings, faults, bad_rows, train)
     kinds = [np.frombuffer(h, dtype=np.uint64) if h else np.zeros(0, np.uint64) for h in hashes]
     own_hashes = np.concatenate(kinds[: len(train)]) if train else np.zeros(0, np.uint64)
     different = np.unique(own_hashes)
     if fraction:
-        _hold_out(different, fraction, marks, kinds)
+        _hold_out(different, fraction, marks, kinds, train)
     overlap = sum(int(np.isin(k, different).sum()) for k in kinds[len(train) :])
     duplicates = int(own_hashes.size - different.size)
     return Corpus(train, held, fraction, part, marks, findings, duplicates, overlap, kept=kept)
@@ -220,7 +220,7 @@ def _note(
     digest.append(int.from_bytes(hashlib.blake2b(row.text.encode(), digest_size=8).digest(), "little"))
 
 
-def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> None:
+def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train: Sequence[Source]) -> None:
     total = sum(sum(f.dropped.values()) for f in findings.values())
     rows = sum(f.rows for f in findings.values())
     if total and bad_rows == "stop":
@@ -236,7 +236,8 @@ def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str) -> No
     own = findings["train"]
     if own.kept == 0:
         why = f"{own.rows} rows read, dropped: {counted(own.dropped)}" if own.rows else "the files hold no rows"
-        raise NothingLeft(f"data.train: no row is left to train on ({why})", "Give files that hold texts.")
+        where = paths_of(train)
+        raise NothingLeft(f"data.train: no row is left to train on ({why}): {where}", "Give files that hold texts.")
 
 
 def counted(reasons: Counter[str]) -> str:
@@ -244,7 +245,9 @@ def counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none"
 
 
-def _hold_out(different: np.ndarray, fraction: float, marks: list[array[int]], kinds: list[np.ndarray]) -> None:
+def _hold_out(
+    different: np.ndarray, fraction: float, marks: list[array[int]], kinds: list[np.ndarray], train: Sequence[Source]
+) -> None:
     """Mark the documents with the smallest hashes as validation: a fraction of the different texts, at
     least one.
 
@@ -253,7 +256,8 @@ def _hold_out(different: np.ndarray, fraction: float, marks: list[array[int]], k
     """
     if different.size < 2:
         raise InputError(
-            f"data.validation is {fraction}, but there is only {different.size} different document to divide",
+            f"data.validation is {fraction}, but there is only {different.size} different document to divide: "
+            f"{paths_of(train)}",
             "Give data.validation a file of its own, or set it to none.",
         )
     count = min(max(round(fraction * different.size), 1), different.size - 1)

@@ -14,6 +14,7 @@ from tercet.data.corpus import TRAIN, VALIDATION, Corpus, Findings, Tag
 from tercet.data.losses import Losses
 from tercet.data.masks import Masked, Masker, fit
 from tercet.data.shards import Palette, Rows, Writer
+from tercet.data.sources import paths_of
 from tercet.data.spans import Document, Template, TemplateRefusal
 from tercet.data.tokenize import Part, encode_stream
 from tercet.data.tokenizer import Tokenizer
@@ -241,12 +242,14 @@ class Encoding:
             )
         length = self.data.sequence_tokens
         hint = f"Rows over data.sequence_tokens ({length}) are dropped unless data.long_rows is cut or split."
-        for key, empty in (
-            ("train", not any(map(len, sets))),
-            ("validation", held_out is not None and not len(held_out)),
+        train, validation = self.checked.train, self.checked.validation
+        for key, empty, sources in (
+            ("train", not any(map(len, sets)), train),
+            ("validation", held_out is not None and not len(held_out), validation or train),
         ):
             if empty:
                 reasons = corpus.counted(dropped)
                 raise corpus.NothingLeft(
-                    f"data.{key}: no row is left (dropped: {reasons})", hint if dropped[TOO_LONG] else None
+                    f"data.{key}: no row is left (dropped: {reasons}): {paths_of(sources)}",
+                    hint if dropped[TOO_LONG] else None,
                 )

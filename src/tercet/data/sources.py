@@ -68,6 +68,13 @@ class Source:
         return Reading(self.section.map, part_characters, layout=layout)
 
 
+def paths_of(sources: Sequence[Source]) -> str:
+    """Return the files of sources as a sentence ends with them: "/data/a.jsonl and 3 more files"."""
+    paths = [_printable(str(f.path)) for s in sources for f in s.files]
+    more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+    return f"{paths[0]}{more}" if paths else "no file"
+
+
 def _printable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

@@ -27,7 +27,15 @@ from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, hub_name, presets
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.model import Model
-from tercet.spec.recipe import AdapterSection, Recipe, build_recipe, load_recipe, refuse_idle_for, shipped_recipes
+from tercet.spec.recipe import (
+    AdapterSection,
+    Recipe,
+    build_recipe,
+    load_recipe,
+    refuse_idle_for,
+    shipped_recipes,
+    with_place,
+)
 from tercet.spec.strategy import Strategy, Work, not_built, ranks_of, resolve
 from tercet.spec.trained import adapter_of, trained_model
 from tercet.units import count_of, show_bytes
@@ -68,8 +76,11 @@ def plan(
     """
     described = machine_of(gpus, host_ram, links, ranks, host=host, power_limit=power_limit, p2p=p2p, disk=disk)
     machine = described.leaving(margin)
-    read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
-    answer = answer_for(read, machine, price, kwh_price, ahead=True)
+    try:
+        read, assumed = read_recipe(recipe, list(overrides or []), sequence, batch, method)
+        answer = answer_for(read, machine, price, kwh_price, ahead=True)
+    except InputError as error:
+        raise with_place(error, recipe, overrides or [], always=is_recipe(recipe)) from None
     if gpus is None and disk is None and answer["strategies"]:
         answer["notes"] += _short_here(answer["strategies"][0]["disk_bytes"])
     if gpus is None:

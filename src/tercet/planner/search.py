@@ -323,8 +323,8 @@ def micro_batches(data_ranks: int, work: Work) -> list[int]:
     """Return the micro-batches worth trying: rows per data rank over 1, 2, 3, … steps, each evened out."""
     rows = max(1, ceil(work.batch_sequences / data_ranks))
     largest = max(1, min(rows, LARGEST_MICRO_TOKENS // work.sequence_tokens))
-    found = {ceil(rows / n) for n in range(1, rows + 1)}
-    usable = sorted(m for m in found if m <= largest)
+    # m is rows over some number of steps, evened out, exactly when it is that over the fewest steps of m rows.
+    usable = [m for m in range(1, largest + 1) if -(-rows // -(-rows // m)) == m]
     if len(usable) <= 14:
         return usable
     return sorted({usable[round(i * (len(usable) - 1) / 13)] for i in range(14)})  # spread over the whole range

@@ -15,6 +15,7 @@ import yaml
 
 from tercet.errors import InputError
 from tercet.report.compare import ComparedRow, compare, number
+from tercet.spec.recipe import read_yaml
 from tercet.spec.run_folder import RunFolder, read_json, read_state
 
 WARM_UP = 0.1  # share of the first steps that no speed is taken from, as in summary.json
@@ -120,10 +121,11 @@ def _read_recipe(path: Path) -> tuple[str, dict[str, Any]]:
     """Return recipe.yaml's text and values. Not validated: runs of other versions are shown too."""
     try:
         text = path.read_text(encoding="utf-8")
+        read_yaml(text, str(path))  # bounded: a file of a few lines can mean more values than fit in memory
         tree = yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # not UTF-8; a date or a number that is none
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path} cannot be read: a recipe is a mapping of sections")

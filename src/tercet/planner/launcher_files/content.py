@@ -43,4 +43,7 @@ def _parse(text: str, path: str) -> Any:
         return json.loads(text, object_pairs_hook=once)
     except (json.JSONDecodeError, RecursionError):  # YAML, or JSON with comments, as DeepSpeed takes it
         read_yaml(text, path)
-        return yaml.safe_load(text)
+        try:
+            return yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError) as error:  # a date or a number that is none; a key that is a list
+            raise InputError(f"{path}: {' '.join(str(error).split())}") from None

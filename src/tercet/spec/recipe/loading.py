@@ -74,22 +74,32 @@ def _forget_ranks(tree: dict[str, Any]) -> None:
         strategy.pop("data", None)
 
 
-def with_place(error: InputError, name: str | Path, overrides: Iterable[str] = ()) -> InputError:
-    """Return an error that begins with a recipe's key with the file and line, or the override, that the key is from."""
-    key, separator, rest = error.message.partition(":")
-    if not separator or not re.fullmatch(r"[a-z_]+(\.\w+)+", key):
-        return error
+def with_place(
+    error: InputError, name: str | Path, overrides: Iterable[str] = (), *, always: bool = False
+) -> InputError:
+    """Return an error that begins with a recipe's key with the file and line, or the override, that the key is from.
+
+    `always`: one that names neither the recipe nor a key of it begins with the recipe's name.
+    """
+    if not (found := _KEY.match(error.message)):
+        return (
+            InputError(f"{name}: {error.message}", error.hint) if always and str(name) not in error.message else error
+        )
+    key, rest = found[0], error.message[found.end() :]
     path = shipped_recipes().get(str(name), Path(name).expanduser())
     if not path.is_file() or path.suffix not in (".yaml", ".yml"):  # data, prepared without a recipe
         return error
     _, lines = read_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     for override in overrides:
         lines[override.partition("=")[0].strip()] = f"{override!r} on the command line"
-    if key not in lines:  # a list of one that was written as a word
+    if key not in lines and ".0" in key:  # a list of one that was written as a word
         key = re.sub(r"\.0\b", "", key)
     place = place_of(key.split("."), lines)
-    return InputError(f"{place}: {key}:{rest}", error.hint) if place else error
+    return InputError(f"{place}: {key}{rest}", error.hint) if place else error
 
+
+_SECTIONS = "|".join(Recipe.model_fields)
+_KEY = re.compile(rf"(?:{_SECTIONS})(?:(?:\.\w+)+(?=[: ])|(?=:))")  # "data.train: …", "train.steps is …", "model: …"
 
 # One length of a run on the command line takes the place of the file's other one.
 INSTEAD = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
@@ -156,7 +166,7 @@ MOST_VALUES = 20_000
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[str, str]]:
     """Return (values, dotted key -> "name, line n"); every scalar stays text. Raises InputError with the line."""
-    lines: dict[str, str] = {}
+    lines = {"": name}
     seen = 0
 
     def value(node: yaml.Node, key: str) -> Any:
@@ -164,7 +174,8 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[str, str]]:
         seen += 1
         if seen > MOST_VALUES:  # a few lines of aliases can mean more values than fit in memory
             raise InputError(f"{name}: more than {MOST_VALUES} values once its aliases are written out")
-        lines[key] = f"{name}, line {node.start_mark.line + 1}"
+        if key:
+            lines[key] = f"{name}, line {node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}
             for k, v in node.value:

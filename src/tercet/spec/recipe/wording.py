@@ -64,13 +64,13 @@ def explain(error: ValidationError, lines: dict[str, str]) -> list[str]:
 
 
 def place_of(parts: list[str], lines: dict[str, str]) -> str:
-    """Return where a key came from: its own place, that of something below it, or that of its section."""
+    """Return where a key came from: its own place, that of something below it, that of its section, or the file."""
     key = ".".join(parts)
     if key in lines:
         return lines[key]
     below = next((place for k, place in lines.items() if k.startswith(f"{key}.")), None)
     above = (lines[k] for k in (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)) if k in lines)
-    return below or next(above, "")
+    return below or next(above, lines.get("", ""))
 
 
 def _key_parts(location: tuple[str | int, ...]) -> list[str]:
