@@ -1,7 +1,7 @@
 """Texts that grow side by side: each joins and leaves when it likes (continuous batching), all share one forward a token.
 
-A prompt is computed alone, in pieces, so that long ones hold the others up for one piece at a time; beginnings that
-prompts share are kept and copied. What a text becomes does not depend on its neighbours.
+A long prompt is computed in pieces, so that it holds the others up for one piece at a time, short ones together;
+beginnings that prompts share are kept and copied. What a text becomes does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -36,11 +36,20 @@ class Running:
     ended: bool = False
     chance: torch.Generator = field(default_factory=torch.Generator)
     own: list[Any] | None = None  # caches of a module that knows no slots
-    logprobs: Tensor | None = None  # of the last choice, over the vocabulary
+    scores: Tensor | None = None  # of the last choice, over the vocabulary: after the penalty, before the cuts
 
     @property
     def new(self) -> list[int]:
         return self.ids[len(self.prompt) :]
+
+    @property
+    def logprobs(self) -> Tensor | None:
+        return None if self.scores is None else self.scores.log_softmax(-1)
+
+    @property
+    def waits(self) -> bool:
+        """Whether more of the prompt than its last token is still to be computed."""
+        return not self.done and self.cached < len(self.prompt) - 1
 
     @property
     def done(self) -> bool:
@@ -95,54 +104,83 @@ class Batch:
     @torch.no_grad()
     def step(self) -> list[Running]:
         """Compute one piece of a prompt, if one waits, and one token of every other text. Return the texts that got a token."""
-        got = []
-        waiting = next((t for t in self.texts if not t.done and t.cached < len(t.prompt) - 1), None)
-        if waiting is not None:
-            got += self._prompt(waiting)
+        got = self._prompts(rows) if (rows := self._waiting()) else []
         going = [t for t in self.texts if not t.done and t.cached == len(t.ids) - 1 and t not in got]
         if self._own_cache:
             for text in going:
-                self._choose(text, self._forward(text, text.ids[text.cached :]))
+                self._own_forward(text, text.ids[text.cached :])
         elif going:
             self._tokens(going)
         return got + going
+
+    def _waiting(self) -> range:
+        """Return neighbouring rows whose prompts wait and are computed together: few tokens, and of about one length."""
+        first = next((n for n, t in enumerate(self.texts) if t.waits), None)
+        if first is None:
+            return range(0)
+        end, lengths = first, []
+        while end < len(self.texts) and self.texts[end].waits:
+            lengths.append(len(self.texts[end].prompt) - self.texts[end].cached)
+            width = max(lengths)
+            fits = all(t.cached + width <= self.capacity for t in self.texts[first : end + 1])
+            if end > first and not (fits and width * len(lengths) <= PIECE_TOKENS and width <= 2 * min(lengths)):
+                break
+            end += 1
+            if self._whole_prompts or self._own_cache:
+                break
+        return range(first, end)
 
     def _tokens(self, going: list[Running]) -> None:
         # Rows between them (ended, or in the middle of their prompt) are computed along; what is written for them is
         # what stands there already, or comes there next.
         places = [min(t.cached, len(t.ids) - 1) for t in self.texts]
-        positions = torch.tensor(places, device=self.device)[:, None]
-        ids = torch.tensor([t.ids[p] for t, p in zip(self.texts, places, strict=True)], device=self.device)[:, None]
-        logits = self.model(ids, positions=positions, caches=self._slots.at(slice(0, len(places)), positions))
+        ids = [[t.ids[p]] for t, p in zip(self.texts, places, strict=True)]
+        logits = self._forward(0, ids, places, [0] * len(ids))
         for n, text in enumerate(self.texts):
             if text in going:
                 text.cached += 1
-                self._choose(text, logits[n, -1])
+                self._choose(text, logits[n])
 
-    def _prompt(self, text: Running) -> list[Running]:
-        fresh = text.prompt[text.cached :]
-        if not self._own_cache and not self._whole_prompts:
-            fresh = fresh[:PIECE_TOKENS]
-        logits = self._forward(text, fresh)
-        if text.cached < len(text.prompt):
-            return []
-        if not self._own_cache and not self._whole_prompts:
-            self.prefixes.keep(text.prompt, self._slots, self.texts.index(text))
-        self._choose(text, logits)
-        return [text]
+    def _prompts(self, rows: range) -> list[Running]:
+        texts = [self.texts[n] for n in rows]
+        if self._own_cache:
+            self._own_forward(texts[0], texts[0].prompt)
+            return texts
+        most = len(texts[0].prompt) if self._whole_prompts else PIECE_TOKENS
+        pieces = [list(t.prompt[t.cached :][:most]) for t in texts]
+        width = max(map(len, pieces))
+        # Shorter ones are filled up behind their end: nothing before it sees that, and what comes there overwrites it.
+        ids = [piece + [0] * (width - len(piece)) for piece in pieces]
+        logits = self._forward(rows.start, ids, [t.cached for t in texts], [len(piece) - 1 for piece in pieces])
+        for row, text, piece, found in zip(rows, texts, pieces, logits, strict=True):
+            text.cached += len(piece)
+            if text.cached == len(text.prompt):
+                if not self._whole_prompts:
+                    self.prefixes.keep(text.prompt, self._slots, row)
+                self._choose(text, found)
+        return [t for t in texts if t.cached == len(t.prompt)]
 
-    def _forward(self, text: Running, fresh: Sequence[int]) -> Tensor:
-        """Compute tokens that follow the cached ones; return the last one's logits."""
+    def _forward(self, row: int, ids: list[list[int]], begins: list[int], last: list[int]) -> Tensor:
+        """Compute tokens of rows from `row` on, from their positions `begins` on; return logits of token `last` of each."""
+        width = len(ids[0])
+        positions = torch.tensor([list(range(b, b + width)) for b in begins], device=self.device)
+        caches = self._slots.at(slice(row, row + len(ids)), positions)
+        x, carried = self.model.begin(torch.tensor(ids, device=self.device), positions, caches=caches)
+        for n in range(len(self.spec.layers)):
+            x, _ = self.model.run_block(n, x, carried)
+        if width > 1:  # the head is large: not for tokens that nothing is chosen from
+            x = x[torch.arange(len(ids), device=self.device), torch.tensor(last, device=self.device)][:, None]
+        return self.model.end(x, carried)[:, 0]
+
+    def _own_forward(self, text: Running, fresh: Sequence[int]) -> None:
         positions = torch.arange(text.cached, text.cached + len(fresh), device=self.device)[None]
-        row = self.texts.index(text)
-        caches = text.own if text.own is not None else self._slots.at(slice(row, row + 1), positions)
-        logits = self.model(torch.tensor([list(fresh)], device=self.device), positions=positions, caches=caches)
+        logits = self.model(torch.tensor([list(fresh)], device=self.device), positions=positions, caches=text.own)
         text.cached += len(fresh)
-        return logits[0, -1]
+        self._choose(text, logits[0, -1])
 
     def _choose(self, text: Running, logits: Tensor) -> None:
         row = logits[: self.vocabulary].float().cpu()
-        token, text.logprobs = choose(row, text.ids, text.sampling, text.chance)
+        token, text.scores = choose(row, text.ids, text.sampling, text.chance)
         if token in text.stop:
             text.ended = True
         else:

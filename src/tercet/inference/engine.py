@@ -181,11 +181,11 @@ class Engine:
 
     def _piece(self, asked: Asked, text: Running, shown: str) -> Piece:
         token = text.new[-1]
-        if asked.best < 0 or text.logprobs is None:
+        if asked.best < 0 or (logprobs := text.logprobs) is None:
             return Piece(shown, token)
-        values, ids = torch.topk(text.logprobs, min(asked.best, len(text.logprobs))) if asked.best else ((), ())
+        values, ids = torch.topk(logprobs, min(asked.best, len(logprobs))) if asked.best else ((), ())
         pairs = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
-        return Piece(shown, token, float(text.logprobs[token]), pairs)
+        return Piece(shown, token, float(logprobs[token]), pairs)
 
     def _fail(self, error: Exception) -> None:
         for asked in self._going:

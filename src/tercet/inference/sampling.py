@@ -37,15 +37,15 @@ class Sampling:
 
 
 def choose(logits: Tensor, text: Sequence[int], how: Sampling, generator: torch.Generator) -> tuple[int, Tensor]:
-    """Return (token, log-probabilities after the penalty and before the cuts) of logits (vocabulary,) in fp32."""
+    """Return (token, the logits after the penalty and before the cuts) of logits (vocabulary,) in fp32."""
     if how.repetition_penalty != 1.0 and text:
         seen = torch.tensor(sorted({i for i in text if i < len(logits)}), dtype=torch.long)
         values = logits[seen]
         logits = logits.clone()
         logits[seen] = torch.where(values > 0, values / how.repetition_penalty, values * how.repetition_penalty)
-    logprobs = logits.log_softmax(-1)
+    scores = logits
     if how.temperature < COLDEST:
-        return int(logits.argmax()), logprobs
+        return int(logits.argmax()), scores
     logits = (logits - logits.max()) / how.temperature
     if 0 < how.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(how.top_k).values[-1], -torch.inf)
@@ -56,4 +56,4 @@ def choose(logits: Tensor, text: Sequence[int], how: Sampling, generator: torch.
         probabilities = probabilities.index_fill(0, dropped, 0.0)
     if how.min_p > 0.0:
         probabilities = probabilities.masked_fill(probabilities < how.min_p * probabilities.max(), 0.0)
-    return int(torch.multinomial(probabilities, 1, generator=generator)), logprobs
+    return int(torch.multinomial(probabilities, 1, generator=generator)), scores

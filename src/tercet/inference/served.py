@@ -15,6 +15,7 @@ from tercet.data.tokenizer import FILES, Tokenizer, load
 from tercet.errors import InputError
 from tercet.inference.device import choose_device, on_device
 from tercet.inference.quantize import quantize
+from tercet.model.decoder import Decoder
 from tercet.spec.families import read_config, read_json_object
 from tercet.weights.adapters import base_of, is_adapter
 from tercet.weights.reading import load_model, model_place
@@ -108,6 +109,8 @@ def open_served(
     if quantized:  # before it moves: a card need not hold it whole
         say(str(quantize(model, quantized, min(tokenizer.size, model.spec.vocabulary))))
     model = on_device(model, device)
+    if isinstance(model, Decoder):
+        model.join()
     return Served(
         path.resolve().name if path.exists() else str(name),
         place,

@@ -219,9 +219,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
     """Causal attention over the tokens axis; with fewer queries than keys, the queries are the last ones."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     queries, keys = q.shape[2], k.shape[2]
-    if queries == keys and (window is None or keys <= window):
+    if queries in (keys, 1) and (window is None or keys <= window):  # the last one sees all
         k, v, grouped = _for_kernel(q, k, v, masked=False)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if window is not None:

@@ -6,6 +6,7 @@ Shape letters: B rows (texts), T new tokens, L tokens so far, the new ones inclu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -35,14 +36,31 @@ class Growing(dict[str, Tensor]):
 
 @dataclass
 class _Place:
-    """Where the new tokens of a forward lie: rows `rows` of the slots, at their own positions (B, T)."""
+    """Where the new tokens of a forward lie: rows `rows` of the slots, at their own positions (B, T).
+
+    begin: the first one's position where it is the same in all rows, else None.
+    """
 
     rows: slice
     positions: Tensor
     longest: int
+    begin: int | None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
+    @cached_property
+    def numbers(self) -> Tensor:
+        return torch.arange(len(self.positions), device=self.positions.device)[:, None]
+
+    def write(self, rows: Tensor, new: Tensor) -> None:
+        if self.begin is None:
+            rows[self.numbers, self.positions] = new
+        else:
+            rows[:, self.begin : self.longest] = new
+
+    def mask(self, window: int | None) -> Tensor | None:
+        whole = self.begin == 0 or self.begin == self.longest - 1
+        if whole and (window is None or self.longest <= window):
+            return None
         if window not in self.masks:
             keys = torch.arange(self.longest, device=self.positions.device)
             seen = keys <= self.positions[..., None]
@@ -64,11 +82,12 @@ class Slots:
         self._kept: list[dict[str, Tensor]] = [{} for _ in range(layers)]
 
     def at(self, rows: slice, positions: Tensor) -> list[Slot]:
-        """Return one cache a layer for a forward of `positions` (B, T), rows `rows` of the slots."""
-        longest = int(positions.max()) + 1
+        """Return one cache a layer for a forward of rows `rows`; their `positions` (B, T) are consecutive."""
+        begins = positions[:, 0].tolist()
+        longest = max(begins) + positions.shape[1]
         if longest > self.room:
             self._grow(min(self.capacity, max(64, 1 << (longest - 1).bit_length())))
-        place = _Place(rows, positions, longest)
+        place = _Place(rows, positions, longest, begins[0] if len(set(begins)) == 1 else None)
         return [Slot(self, kept, place) for kept in self._kept]
 
     def _grow(self, room: int) -> None:
@@ -112,8 +131,8 @@ class Slot:
         if name not in self.kept:
             self.kept[name] = new.new_zeros(self.slots.rows, self.slots.room, *new.shape[2:])
         rows = self.kept[name][self.place.rows]
-        rows[torch.arange(len(rows), device=new.device)[:, None], self.place.positions] = new
+        self.place.write(rows, new)
         return rows[:, : self.place.longest]
 
-    def mask(self, window: int | None) -> Tensor:
+    def mask(self, window: int | None) -> Tensor | None:
         return self.place.mask(window)

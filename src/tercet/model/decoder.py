@@ -15,7 +15,7 @@ from tercet.model.attention import Documents
 from tercet.model.balance import Tally
 from tercet.model.cache import Cache
 from tercet.model.gqa import Attention
-from tercet.model.linear import Embedding, Linear
+from tercet.model.linear import Embedding, Linear, multiply
 from tercet.model.mla import LatentAttention
 from tercet.model.moe import MixtureOfExperts
 from tercet.model.mtp import PredictionLayer, further
@@ -138,6 +138,12 @@ class Decoder(nn.Module):
         for name, layer in self.model.layers.items():
             yield f"model.layers.{name}.", layer
 
+    def join(self) -> None:
+        """Compute products with the same x as one, for generating. The model must not move to a device any more."""
+        for part in self.modules():
+            if isinstance(part, Attention | FeedForward):
+                part.join()
+
     @property
     def head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -208,7 +214,7 @@ class Decoder(nn.Module):
         """Return what `forward` does, from the last layer's x; the blocks' balance losses join the gradient."""
         x = self.model.norm(x)
         if carried.labels is None:
-            return nn.functional.linear(x, self.head_weight)
+            return multiply(x, self.head_weight)
         main = next_token_loss(x, self.head_weight, carried.labels, carried.trained, carried.weights, carried.rows)
         predicts = carried.training and self.spec.mtp and self.mtp_weight > 0
         further_losses = self._further_losses(x, carried) if predicts else []

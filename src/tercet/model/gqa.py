@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tercet.model.attention import Documents, attend, attend_masked
 from tercet.model.cache import Cache
-from tercet.model.linear import Linear
+from tercet.model.linear import Joined, Linear, join
 from tercet.model.norm import RMSNorm
 from tercet.model.rope import Table, rotate
 from tercet.spec.blocks.gqa import GQA
@@ -27,12 +27,18 @@ class Attention(nn.Module):
         self.o_proj = Linear(spec.heads * spec.head_dim, width, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, model.norm_eps) if spec.qk_norm else None
+        self.joined: Joined | None = None  # q, k and v, where `join` was called
+
+    def join(self) -> None:
+        """Compute q, k and v as one product from now on. The module must not move any more."""
+        self.joined = join((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(
         self, x: Tensor, table: Table, documents: Documents | None = None, cache: Cache | None = None
     ) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        found = (self.q_proj(x), self.k_proj(x), self.v_proj(x)) if self.joined is None else self.joined(x)
+        q, k, v = (part.view(shape) for part in found)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, table), rotate(k, table)

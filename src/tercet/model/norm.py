@@ -10,17 +10,23 @@ import torch
 from torch import Tensor, nn
 
 
+def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (x normalised, what each row was multiplied with)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if x.dtype == torch.float64:
+        return (wide * scale).double() * weight, scale
+    return (wide * scale * weight).to(x.dtype), scale
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps only x and one number a row for backward; plain autograd keeps three fp32 copies of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out, scale = normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        if x.dtype == torch.float64:
-            return (wide * scale).double() * weight
-        return (wide * scale * weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -45,4 +51,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        if torch.is_grad_enabled():
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return normalise(x, self.weight, self.eps)[0]

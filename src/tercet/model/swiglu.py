@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tercet.model.linear import Linear
+from tercet.model.linear import Joined, Linear, join
 from tercet.spec.blocks.swiglu import SwiGLU
 
 
@@ -26,7 +26,7 @@ class _Gate(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return _Gate.apply(gate, up)
+    return _Gate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate) * up
 
 
 class FeedForward(nn.Module):
@@ -37,6 +37,13 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(width, spec.ffn, bias=spec.bias)
         self.up_proj = Linear(width, spec.ffn, bias=spec.bias)
         self.down_proj = Linear(spec.ffn, width, bias=spec.bias)
+        self.joined: Joined | None = None  # gate and up, where `join` was called
+
+    def join(self) -> None:
+        """Compute gate and up as one product from now on. The module must not move any more."""
+        self.joined = join((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None:
+            return self.down_proj(gated(*self.joined(x)))
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
