@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import pkgutil
 import sys
 from typing import Any
@@ -95,6 +96,19 @@ def main() -> None:
     except Exception as error:
         _unexpected(error)
         sys.exit(1)
+    finally:
+        _let_go_of_consoles()
+
+
+def _let_go_of_consoles() -> None:
+    """Flush what is printed. Python flushes once more at its end and, where a console is gone, would exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
