@@ -9,6 +9,7 @@ from pathlib import Path
 # One thread a process: models here are tiny, and OpenMP's threads wait by spinning. Where other work shares the cores
 # a run of five seconds would take a minute. Before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # runs and ranks start by the hundred: they compile our files once
 
 import pytest
 

@@ -94,6 +94,7 @@ def test_a_run_stops_before_the_update_and_says_it_once(cli):
     assert [e["step"] for e in cli.events("run", "checkpoint")] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_step_was_skipped_ends_with_words(cli):
     cli.inject("""
         import torch

@@ -37,6 +37,7 @@ def test_a_gbk_file_and_a_utf_16_file(tmp_path):
             made(tmp_path, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_a_console_without_letters_prints_all_the_same(tmp_path):
     """The whole command, in a C locale with an ASCII console, on Chinese text with a broken row."""
     rows = [json.dumps({"text": f"{CHINESE} {sentence(n)}"}, ensure_ascii=False).encode() for n in range(20)]

@@ -111,6 +111,7 @@ def test_merged_once_by_transformers_logits(trained: Cli, tmp_path: Path):
     assert json.loads((trained.folder / "small/config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_merge_into_the_run_leaves_the_adapter(trained: Cli):
     shutil.copytree(trained.folder / "run", trained.folder / "copy")
     trained.run("export", "copy", "--merge")

@@ -81,6 +81,7 @@ def test_sigint_to_the_parent_in_other_phases(cli, phase):
     resumes(cli, step)
 
 
+@pytest.mark.slow
 def test_in_data_preparation(cli, tmp_path):
     cli.environment["XDG_CACHE_HOME"] = str(tmp_path / "empty-cache")
     cli.inject("""

@@ -39,6 +39,7 @@ def break_on(rank: int, module: str, owner: str, name: str, error: str = "ValueE
     """
 
 
+@pytest.mark.slow
 def test_a_prompt_without_tokens_costs_no_training(cli):
     """A tokenizer that puts nothing before a text has nothing to begin an empty one with."""
     cli.inject("""

@@ -49,7 +49,8 @@ def test_a_run_with_one_slow_rank(cli, work):
     assert (cli.folder / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_resume_whose_hashes_are_slow(cli, rank):
     cli.run("train", "small.yaml", "--ranks", "2", "--output", "run", *SHORT)
     cli.inject(SLOW.format(module="tercet.training.checkpoint", owner="m", name="file_hash", rank=rank))

@@ -50,6 +50,7 @@ def test_said_before_anything_is_made(watched, keys, words):
     assert "torch" not in (watched.folder / "modules").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_what_only_the_ranks_find_leaves_no_run_folder_either(watched):
     (watched.folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     done = watched.run("train", "small.yaml", "data.train=bad.jsonl", "data.validation=none", "--ranks", "2", code=2)

@@ -43,6 +43,7 @@ def train_once(cli: Cli, source, *more: str):
     return [json.loads((model / f).read_text()) for f in ("config.json", "generation_config.json")]
 
 
+@pytest.mark.slow
 def test_they_stay(tmp_path, text_cache, source):
     config, generation = train_once(Cli(tmp_path, text_cache), source)
     assert {**generation, "eos_token_id": [1, 2]} == {**SETTINGS, "bos_token_id": 0, "pad_token_id": 2}

@@ -159,6 +159,7 @@ def test_g35_mixed_cards_plan_by_the_smallest_and_say_so(smi):
     assert "RTX 4090" in machine.notes[-1] and "RTX 3060" in machine.notes[-1]
 
 
+@pytest.mark.slow
 def test_g36_a_pytorch_without_cards_is_refused_and_the_cpu_is_a_word_away(smi, cli):
     place = smi(card(0), card(1))
     fake = cli.folder / "site" / "torch"

@@ -28,6 +28,7 @@ def without_locks(cli, number: int = errno.ENOLCK) -> None:
     cli.environment["PYTHONPATH"] = str(place)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_trains_and_resumes(cli):
     without_locks(cli)
     cli.run("train", "small.yaml", "--ranks", "2", "--output", "run", "train.steps=3", "data.cache=cache")

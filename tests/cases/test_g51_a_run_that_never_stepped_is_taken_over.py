@@ -26,7 +26,8 @@ def failed_start(cli) -> None:
     assert (cli.folder / "run" / "recipe.yaml").exists()
 
 
-@pytest.mark.parametrize("way", ["output", pytest.param("resume", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["output", "resume"])
 def test_after_bad_data(cli, way):
     failed_start(cli)
     if way == "output":

@@ -53,6 +53,7 @@ def smi(cli, monkeypatch):
     return cli
 
 
+@pytest.mark.slow
 def test_a_hot_card_is_said_and_a_vanished_one_ends_the_run(smi):
     cli = smi
     process = cli.start(

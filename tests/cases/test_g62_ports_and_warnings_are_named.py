@@ -29,6 +29,7 @@ def test_a_busy_port_is_named_with_its_owner(cli):
     assert not (cli.folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_of_each_kind_with_its_rank(cli):
     cli.inject("""
         import logging, sys, warnings

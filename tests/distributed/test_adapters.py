@@ -71,7 +71,9 @@ def alone(pools):
 
 
 @pytest.mark.parametrize("kind", ["lora", "nf4", "lora and head", "experts", "frozen"])
-@pytest.mark.parametrize("word", STRATEGIES)
+@pytest.mark.parametrize(
+    "word", [w if w in ("ddp", "zero3") else pytest.param(w, marks=pytest.mark.slow) for w in STRATEGIES]
+)
 def test_three_ranks_equal_one_process(pools, alone, word, kind):
     losses, norms, weights, *_ = alone(kind)
     for got_losses, got_norms, got, *_ in pools[3].run(trained, word, kind, "fp32", 3, {}):
@@ -83,9 +85,15 @@ def test_three_ranks_equal_one_process(pools, alone, word, kind):
     assert losses[2] != losses[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("kind", ["lora", "nf4", "lora and head", "frozen"])
-@pytest.mark.parametrize(("word", "size"), [("ddp", 1), *((word, 3) for word in STRATEGIES)])
+@pytest.mark.parametrize(
+    ("word", "size"),
+    [
+        pytest.param(w, n, marks=[pytest.mark.slow] * (w in ("zero1", "zero2")))
+        for w, n in (("ddp", 1), *((word, 3) for word in STRATEGIES))
+    ],
+)
 def test_the_ledgers_rows_are_what_is_held(pools, precision, kind, word, size):
     for *_, measured, planned in pools[size].run(trained, word, kind, precision, 2, {}):
         for moment in ("between_steps", "peak"):
@@ -135,7 +143,7 @@ def test_a_resumed_run_goes_on_exactly_and_on_other_ranks(pools, tmp_path, word,
         assert alone == pytest.approx(found[0][0][0], rel=2e-3)
 
 
-@pytest.mark.parametrize("word", ["ddp", "zero3"])
+@pytest.mark.parametrize("word", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_recomputing_changes_no_gradient(pools, word):
     """E22: frozen inputs and dropout; recomputation is not re-entrant, so layers get gradients and the same masks."""
     kind = "rslora with dropout"

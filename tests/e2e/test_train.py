@@ -99,6 +99,7 @@ def test_an_existing_run_is_not_overwritten(finished):
     assert "--resume" in process.stderr
 
 
+@pytest.mark.slow
 def test_started_by_torchrun(cli):
     cli.environment["PYTHONPATH"] = ""
     import subprocess

@@ -40,6 +40,14 @@ def test_no_heavy_import(arguments, tmp_path):
         assert f"COMMANDS ['tercet.cli.{arguments[0]}']" in done.stdout
 
 
+def test_a_rank_that_shards_nothing_does_not_load_what_shards():
+    """Half of a second of processor time for each rank of each run; both lie behind harmless names."""
+    code = "import tercet.training.rank, tercet.training.run, tercet.engine.native, sys; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "'torch.nn'" in done.stdout
+    assert "torch.distributed.fsdp" not in done.stdout and "torch.distributed.tensor'" not in done.stdout
+
+
 def test_importing_the_package_is_light():
     code = "import sys, tercet; print([m for m in ('torch', 'pydantic', 'typer') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tercet.engine import Culprit, MicroBatch
+
+
+def _sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")  # a DTensor; importing that type takes a second, and only shards need it
 
 
 class GradientWatch:
@@ -46,7 +49,7 @@ class GradientWatch:
 
     def _watch(self, prefix: str, part: nn.Module) -> None:
         for name, parameter in part.named_parameters(prefix.removesuffix(".")):
-            if parameter.requires_grad and id(parameter) not in self._watched and not isinstance(parameter, DTensor):
+            if parameter.requires_grad and id(parameter) not in self._watched and not _sharded(parameter):
                 self._watched.add(id(parameter))
                 self._hooks.append(parameter.register_hook(self._look_at(name)))
 

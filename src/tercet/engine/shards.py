@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tercet.errors import InputError
-from tercet.parallel.shard import free_bytes
+from tercet.parallel.room import free_bytes
 from tercet.spec import saving
 from tercet.spec.saving import copies_fit
 from tercet.weights.writing import save_tensors

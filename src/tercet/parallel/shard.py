@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -28,8 +27,8 @@ from tercet.parallel.layout import Layout
 from tercet.parallel.mesh import device_mesh
 from tercet.parallel.parameter_shard import ParameterShard
 from tercet.parallel.precision import Precision
+from tercet.parallel.room import free_bytes
 from tercet.parallel.world import World
-from tercet.spec.memory_limit import memory_limit
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
 from tercet.spec.placement import region
@@ -202,13 +201,3 @@ def _gathered(modules: list[FSDPModule]) -> dict[str, list[Tensor]] | None:
     except (ImportError, AttributeError):
         return None
     return rows
-
-
-def free_bytes(device: torch.device, ranks: int) -> float:
-    """Return the memory that a rank may still take: of its card, or its share of the host's."""
-    if device.type == "cpu":
-        free, limit = psutil.virtual_memory().available, memory_limit(ranks)
-        if limit is not None:  # of all ranks together, which are about alike
-            free = min(free, limit.bytes - ranks * psutil.Process().memory_info().rss)
-        return max(0, free) / ranks
-    return torch.get_device_module(device).mem_get_info(device)[0]
