@@ -115,8 +115,8 @@ def test_without_room_it_is_written_piece_by_piece(process, tmp_path):
 def test_the_smaller_limit_counts(monkeypatch):
     import torch
 
-    from tercet.parallel import shard
+    from tercet.parallel import room
     from tercet.spec.memory_limit import MemoryLimit
 
-    monkeypatch.setattr(shard, "memory_limit", lambda ranks: MemoryLimit(3 * 10**9, "a group"))
-    assert shard.free_bytes(torch.device("cpu"), 3) < 10**9
+    monkeypatch.setattr(room, "memory_limit", lambda ranks: MemoryLimit(3 * 10**9, "a group"))
+    assert room.free_bytes(torch.device("cpu"), 3) < 10**9

@@ -103,9 +103,10 @@ def main() -> None:
 def _let_go_of_consoles() -> None:
     """Flush what is printed. Python flushes once more at its end and, where a console is gone, would exit with 120."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

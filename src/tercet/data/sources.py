@@ -174,7 +174,7 @@ def _paths(text: str, key: str) -> folders.FolderFiles:
     raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
 
 
-def _on_hub(name: str, inside: str, key: str) -> folders.Found:
+def _on_hub(name: str, inside: str, key: str) -> folders.FolderFiles:
     """Return the files of a hub's data set for one side, by the hub's own rule of splits."""
     endings = sorted(formats.suffixes() - {".py", *folders.TEXTS})
     endings += [f"{e}{packed}" for e in endings for packed in COMPRESSED]
