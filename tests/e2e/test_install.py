@@ -56,7 +56,7 @@ def test_it_plans_without_torch_and_says_what_training_needs(wheel, tmp_path):
     assert "prepare" in call(tercet, "--help", cwd=tmp_path)
     assert "zero1" in call(tercet, "plan", "first-light", "--gpus", "3x4090", cwd=tmp_path)
     assert json.loads(call(tercet, "plan", "deepseek-llm-7b", "--gpus", "8xH100 SXM", "--json", cwd=tmp_path))
-    for command in (["train", "first-light"], ["prepare", "first-light"], ["generate", "x", "y"], ["doctor"]):
+    for command in (["train", "first-light"], ["prepare", "first-light"], ["generate", ".", "y"], ["doctor"]):
         said = call(tercet, *command, code=2, cwd=tmp_path)
         assert "tercet[train]" in said and "fault of Tercet" not in said
     assert not (tmp_path / "runs").exists()

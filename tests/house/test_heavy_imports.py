@@ -52,3 +52,24 @@ def test_importing_the_package_is_light():
     code = "import sys, tercet; print([m for m in ('torch', 'pydantic', 'typer') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_not_there_is_said_before_torch_loads(tmp_path):
+    """One process for all commands that take a model, a run or a file: it ends without torch."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from tercet.cli import app
+from tercet.errors import InputError
+for line in ["generate nothere hi", "generate . --file nothere", "chat nothere", "serve nothere", "evaluate nothere",
+             "evaluate . --data nothere", "export nothere --output x", "fetch ./nothere", "report nothere",
+             "watch nothere", "calibrate nothere", "train --resume nothere", "train nothere.yaml", "bench nothere",
+             "prepare nothere", "plan nothere.yaml", "rehearse nothere --gpus 1x4090", "init nothere"]:
+    error = CliRunner().invoke(app, line.split()).exception
+    assert isinstance(error, InputError) and "nothere" in str(error), (line, error)
+print("HEAVY", [m for m in ("torch", "transformers") if m in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False
+    )
+    assert done.stdout.strip() == "HEAVY []", done.stdout + done.stderr

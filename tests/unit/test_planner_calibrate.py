@@ -96,6 +96,8 @@ def test_the_constants_that_made_the_runs_are_found_and_used(here, tmp_path):
     assert answer["corrections"]["cpu_share"] == pytest.approx(0.6, rel=0.1)
     assert plan_speed() == pytest.approx(0.6 * before, rel=0.15)
     described = plan("llama-3.2-1b", gpus="1x4090")["strategies"][0]["tokens_per_second"]
+    printed = CliRunner().invoke(app, ["calibrate", *folders])
+    assert printed.exit_code == 0 and "cpu_process_bytes: " in printed.output
     assert CliRunner().invoke(app, ["calibrate", "--forget"]).exit_code == 0
     assert plan_speed() == before
     assert plan("llama-3.2-1b", gpus="1x4090")["strategies"][0]["tokens_per_second"] == described, "another machine"

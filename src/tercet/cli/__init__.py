@@ -130,6 +130,14 @@ def _not_installed(error: ModuleNotFoundError) -> TercetError | None:
     )
 
 
+def require_models(*names: str) -> None:
+    """Raise InputError for a model that is neither here nor a hub's name: before torch is loaded, which takes seconds."""
+    from tercet.spec.families.where import locate
+
+    for name in names:
+        locate(name)
+
+
 def say_aside(text: str) -> None:
     """Print what is said beside the result, on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -94,7 +94,7 @@ def _print(rows: list[dict[str, Any]], found: dict[str, float], prior: Constants
         console.print(table)
         if any(row[key]["before"] is None for row in rows):
             console.print("No speed is predicted here until tercet doctor has measured this machine.", style="yellow")
-    what = {f.name: f.metadata["what"] for f in fields(Constants)}
+    what = {f.name: f.metadata["what"] for f in fields(prior)}
     for name, value in found.items():
         console.print(f"{name}: {getattr(prior, name):.4g} -> {value:.4g} ({what[name]})")
     if not found:

@@ -41,7 +41,9 @@ def register(app: typer.Typer) -> None:
 
         Example: tercet chat runs/first-light-1 --system "You answer briefly."
         """
-        from tercet.cli import say_aside
+        from tercet.cli import require_models, say_aside
+
+        require_models(folder)
         from tercet.inference.chat import Chat
         from tercet.inference.served import open_served
 

@@ -47,6 +47,10 @@ def register(app: typer.Typer) -> None:
 
         Example: tercet evaluate runs/first-light-1 --data book.txt
         """
+        from tercet.cli import require_models
+
+        require_models(*models)
+        _require_texts(data or [])
         if tasks is not None:
             found = _tasks(models, tasks, limit, batch, dtype, device)
             show = _show_tasks
@@ -59,6 +63,14 @@ def register(app: typer.Typer) -> None:
             typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         else:
             show(found)
+
+
+def _require_texts(data: list[str]) -> None:
+    from tercet.data.sources import find
+    from tercet.spec.recipe import SourceSection
+
+    for text in data:
+        find(SourceSection(path=text), "--data")
 
 
 def _texts(

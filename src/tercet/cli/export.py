@@ -39,7 +39,10 @@ def register(app: typer.Typer) -> None:
         import sys
         from pathlib import Path
 
+        from tercet.cli import require_models
         from tercet.errors import InputError
+
+        require_models(folder)
         from tercet.inference.export import export_gguf, export_hf, export_ollama
 
         said: list[str] = []

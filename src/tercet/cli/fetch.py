@@ -45,6 +45,8 @@ def run(
     if not from_bin:
         if (here := Path(name).expanduser()).is_dir():
             return str(_local(here))
+        if name[:1] in (".", "/", "~") or name.removeprefix("modelscope:").count("/") > 1:
+            raise InputError(f"there is no folder {name!r} here, and a hub's name is owner/name")
         with _bar() as bar:
             return str(
                 fetch(

@@ -48,11 +48,13 @@ def register(app: typer.Typer) -> None:
 
         Example: tercet generate runs/first-light-1 "The for statement" --temperature 0.8
         """
-        from tercet.cli import say_aside
+        from tercet.cli import require_models, say_aside
+
+        prompts = read_prompts(prompt, file)
+        require_models(folder)
         from tercet.inference.sampling import Sampling
         from tercet.inference.served import open_served
 
-        prompts = read_prompts(prompt, file)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         served = open_served(folder, None, device, quantize, say_aside)
         if len(prompts) == 1 and not as_json:
@@ -96,7 +98,8 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file} cannot be read: {why}") from None
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise InputError(f"{file} holds no prompt")

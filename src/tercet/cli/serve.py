@@ -36,9 +36,11 @@ def register(app: typer.Typer) -> None:
         """
         import socket
 
+        from tercet.cli import require_models, say_aside
+
+        require_models(folder)
         import uvicorn
 
-        from tercet.cli import say_aside
         from tercet.inference.engine import Engine
         from tercet.inference.serve import LOOPBACK, Server
         from tercet.inference.served import open_served

@@ -63,7 +63,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-WIDTH, RIGHT, STEP, TOP = 760, 90, 36, 76
+WIDTH, RIGHT, STEP, TOP = 760, 130, 36, 76
 LETTER = 7.3  # about the width of one, at 13 pixels
 STYLE = """
 svg { --ink: #1a2433; --soft: #5b6675; --line: #dfe4ea; --card: #ffffff; --bar: #2461c4; --mark: #c2410c; }
@@ -126,11 +126,13 @@ def _bar(row: dict[str, Any], left: int, y: int, scale: float) -> list[str]:
     end = left + row["tokens_per_second"] * scale
     predicted = row["predicted_tokens_per_second"]
     mark = left + predicted * scale if predicted else None
+    # Behind the mark a bare figure would be read as the prediction's.
+    figure = show_count(row["tokens_per_second"]) + (" measured" if mark and mark > end else "")
     parts = [
         f'<text x="{left - 10}" y="{y + 16}" text-anchor="end">{escape(_label(row))}</text>',
         f'<rect class="bar" x="{left}" y="{y}" width="{end - left:.1f}" height="22" rx="2"/>',
         f'<line class="range" x1="{low:.1f}" x2="{high:.1f}" y1="{y + 11}" y2="{y + 11}"/>',
-        f'<text x="{max(end, high, mark or 0) + 8:.1f}" y="{y + 16}">{show_count(row["tokens_per_second"])}</text>',
+        f'<text x="{max(end, high, mark or 0) + 8:.1f}" y="{y + 16}">{figure}</text>',
     ]
     if mark is not None:
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="{y - 3}" y2="{y + 25}"/>')
