@@ -71,7 +71,7 @@ def test_the_planned_order_is_the_measured_one(pools, precision):
 
 def test_it_advises_against_cards_that_slow_each_other_down():
     slow = plan("qwen2.5-0.5b", ["strategy=zero3"], gpus="3x4090", links="x1", batch="3", sequence="256")
-    assert any("waiting for" in n for n in slow["notes"])
+    assert any("waits for PCIe" in n for n in slow["notes"])
     assert any("slower than one" in n and n.endswith("use --ranks 1") for n in slow["notes"])
     fast = plan("qwen2.5-0.5b", [], gpus="3x4090", batch="384")
     assert not any("slower than one" in n for n in fast["notes"])

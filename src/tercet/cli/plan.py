@@ -63,6 +63,11 @@ def register(app: typer.Typer) -> None:
         write: Annotated[
             str | None, typer.Option(help="Write an Accelerate YAML that works, with the meaning of the one read.")
         ] = None,
+        what_if: Annotated[
+            str | None,
+            typer.Option(help="The best plan for other values of host_ram, cards, links, sequence (commas between)."),
+        ] = None,
+        output: Annotated[str | None, typer.Option(help="Draw --what-if into this SVG file.")] = None,
         details: Annotated[
             bool, typer.Option("--details", help="Memory row by row, a step's parts, every refusal.")
         ] = False,
@@ -86,8 +91,14 @@ def register(app: typer.Typer) -> None:
             "kwh_price": kwh_price,
             "margin": margin,
         }
+        if what_if is not None:
+            from tercet.planner.what_if import parse_what_if
+
+            machine["what_if"] = parse_what_if(what_if)
+        elif output is not None:
+            raise InputError("--output draws --what-if", "For example: --what-if host_ram,cards --output plan.svg")
         given = [*(arguments or []), *([f"train.steps={steps}"] if steps is not None else [])]
-        run(given, machine, deepspeed_config, accelerate_config, write, rows, details, as_json)
+        run(given, machine, deepspeed_config, accelerate_config, write, rows, details, as_json, output)
 
 
 def run(
@@ -99,6 +110,7 @@ def run(
     rows: int,
     details: bool,
     as_json: bool,
+    output: str | None = None,
 ) -> None:
     from tercet.planner.command import train_command
 
@@ -131,6 +143,11 @@ def run(
         typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
     else:
         typer.echo(show(answer, rows, shutil.get_terminal_size().columns, details))
+    if output is not None and answer.get("what_if"):
+        from tercet.report.what_if import picture
+
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(picture(answer))
     if "model" in answer and not answer["strategies"]:
         raise typer.Exit(3)
 

@@ -22,6 +22,7 @@ from tercet.planner.notes import notes
 from tercet.planner.ranges import spread, within
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
 from tercet.planner.ways import WaysOut, shortage, way_for
+from tercet.planner.what_if import what_if as other_values
 from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, hub_name, presets
@@ -67,12 +68,13 @@ def plan(
     price: float | None = None,
     kwh_price: float | None = None,
     margin: float = 0.0,
+    what_if: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return what `tercet plan … --json` prints: {"strategies": [...], "refused": [...], …}, best first.
 
     `recipe` is a recipe (file or shipped name) or a model (preset, folder with config.json, hub name). `price` is
-    per card and hour; `kwh_price` per kWh; `margin` is the share of each card's memory to leave free; the other keys
-    are the command's options. Raises InputError for unknown names, cards and impossible sizes.
+    per card and hour; `kwh_price` per kWh; `margin` is the share of each card's memory to leave free; `what_if`
+    names what to try other values of (planner/what_if.py); the other keys are the command's options. Raises InputError for unknown names, cards and impossible sizes.
     """
     described = machine_of(gpus, host_ram, links, ranks, host=host, power_limit=power_limit, p2p=p2p, disk=disk)
     machine = described.leaving(margin)
@@ -81,6 +83,13 @@ def plan(
         answer = answer_for(read, machine, price, kwh_price, ahead=True)
     except InputError as error:
         raise with_place(error, recipe, overrides or [], always=is_recipe(recipe)) from None
+    if what_if and not answer["not_built"]:
+        answer["what_if"] = other_values(
+            Search(Counts(trained_model(read)), Work.of(read), machine, load_for(machine)),
+            read.strategy,
+            min(ranks_of(read.strategy, machine.ranks), machine.ranks),
+            what_if,
+        )
     if gpus is None and disk is None and answer["strategies"]:
         answer["notes"] += _short_here(answer["strategies"][0]["disk_bytes"])
     if gpus is None:

@@ -33,8 +33,8 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
         share = (best.rows["communication"] + best.rows["host"]) / best.seconds  # type: ignore[index, operator]
         if share > 0.5:
             found.append(
-                f"the links are what limits: {share:.0%} of the step is waiting for them even in the best strategy; "
-                "a larger train.batch_sequences, faster links or fewer ranks would use the processors better"
+                f"communication limits: {share:.0%} of the step waits for PCIe and collectives even in the best strategy; "
+                "a larger train.batch_sequences, wider slots or fewer cards would use the processors better"
             )
         found += _against_fewer(search, best, recipe, ranks)
     if fits:
@@ -42,17 +42,22 @@ def notes(search: Search, fits: list[Candidate], recipe: Recipe, ranks: int) -> 
         if idle:
             below, above = nearest_batches(fits[0].strategy, work.batch_sequences)
             found.append(
-                f"train.batch_sequences {work.batch_sequences} leaves {idle} places of the last micro-batches empty "
-                f"(computed, weighing nothing); {either(sorted({below, above}))} would leave none"
+                f"train.batch_sequences {work.batch_sequences} pads the last micro-batches with {idle} empty sequences "
+                f"(computed, weighing nothing); {either(sorted({below, above}))} needs none"
             )
     if any(c.strategy.engine == "deepspeed" for c in fits) and find_spec("deepspeed") is None:
         found.append("engine deepspeed needs an install that is not here: pip install 'tercet[deepspeed]'")
     if fits and fits[0].job.nvme:
-        rate = machine.measured.get("disk_write")
+        rate = machine.known("disk_write", search.constants.nvme_rate)
+        word = "which is assumed (tercet doctor measures it)"
+        if "disk_write" in machine.measured:
+            word = "as measured by tercet doctor"
+        elif machine.host is not None and machine.host.drive:
+            word = "as described"
         found.append(
             f"files on nvme: {show_bytes(swap_bytes(search.counts, fits[0].job))} are written in every step, by all "
-            f"ranks to one drive (drives wear by bytes written); at {(rate or search.constants.nvme_rate) / 1e9:.1f} GB/s, "
-            + ("as measured by tercet doctor" if rate else "which is assumed (tercet doctor measures it)")
+            f"ranks to one drive (drives wear by bytes written); at {rate / 1e9:.1f} GB/s, {word}; "
+            "--what-if host_ram shows what more memory would bring"
         )
     if work.fp16_accumulation:
         found.append(
@@ -73,12 +78,12 @@ def _against_fewer(search: Search, best: Candidate, recipe: Recipe, ranks: int) 
     speed = best.tokens_per_second
     if ranks == 1 or best.strategy.ranks == 1 or not speed:
         return []
-    fewer = {n: found for n in _fewer(ranks) if (found := _speed_with(search, recipe, n))}
+    fewer = {n: found for n in _fewer(ranks) if (found := _speed_with(search, recipe, n, best))}
     if not fewer:
         return []
     count = max(fewer, key=lambda n: (fewer[n], -n))
+    rank = "card" if search.machine.card else "process"
     if fewer[count] > 1.02 * speed:
-        rank = "card" if search.machine.card else "process"
         word = f"one {rank}" if count == 1 else f"{count} {rank}s"
         use, why = f"--ranks {count}", "over these slots"
         if search.machine.cards and (card := search.machine.widest(count).card):
@@ -90,7 +95,7 @@ def _against_fewer(search: Search, best: Candidate, recipe: Recipe, ranks: int) 
     if 1 not in fewer:
         return []
     factor = speed / fewer[1]
-    return [f"{factor:.2f} times the speed of one rank ({factor / ranks:.0%} of ideal)"]
+    return [f"{factor:.2f} times the speed of one {rank} ({factor / ranks:.0%} of ideal)"]
 
 
 def _fewer(ranks: int) -> list[int]:
@@ -98,7 +103,7 @@ def _fewer(ranks: int) -> list[int]:
     return sorted({1, max(n for n in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if n < ranks)})
 
 
-def _speed_with(search: Search, recipe: Recipe, ranks: int) -> float | None:
+def _speed_with(search: Search, recipe: Recipe, ranks: int, best: Candidate) -> float | None:
     """Return the best strategy's tokens/s on some of the machine's ranks, those with the widest links; None: none fits."""
     fewer = Search(search.counts, search.work, search.machine.widest(ranks), search.constants)
     section = (
@@ -106,5 +111,5 @@ def _speed_with(search: Search, recipe: Recipe, ranks: int) -> float | None:
         if ranks > 1
         else recipe.strategy.model_copy(update={"zero": "auto", "reduce_gradients": "auto"})
     )
-    found = fewer.run(section, ranks).fits
+    found = fewer.run(section, ranks, deepspeed=best.job.deepspeed, files=bool(best.job.nvme)).fits
     return found[0].tokens_per_second if found else None

@@ -11,7 +11,7 @@ from tercet.units import show_bytes, show_count, show_seconds
 LEDGER = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 GIB = 2**30
 # Columns of the table of strategies, and which of them go first when the terminal is narrow.
-LEAVE_FIRST = ("disk", "links", "MFU", "micro x accum", "time", "80 % within", "risk")
+LEAVE_FIRST = ("disk", "waiting", "MFU", "micro x accum", "time", "80 % within", "risk")
 WORTH_SAYING = 0.2  # chance of running out of memory that belongs beside the verdict
 
 
@@ -24,14 +24,17 @@ def show(answer: dict[str, Any], rows: int = 6, width: int = 80, details: bool =
     shown = rows if details else min(rows, 4)
     if strategies:
         parts.append(strategy_table(strategies[: rows if details else shown], answer, width))
+        parts.append(memory_bars(strategies[0], width))
         if details:
             parts += [memory_table(strategies[:rows], width), step_lines(strategies[0], answer, width)]
         if len(strategies) > shown:
             parts.append(f"{len(strategies) - shown} more fit: --details, --rows {len(strategies)}, or --json")
+    parts += [what_if_table(table, width) for table in answer.get("what_if", ())]
     if answer["refused"]:
         limit = rows if details else 1 if strategies else 3
-        lines = refused_lines(answer["refused"], limit)
-        parts.append("\n".join(["Refused:", *(wrapped(line, width, "  ") for line in lines)]))
+        lines = refused_lines(answer["refused"], limit, details)
+        cut = wrapped if details else one_line
+        parts.append("\n".join(["Refused:", *(cut(line, width, "  ") for line in lines)]))
     for title, key in (("Notes:", "notes"), ("Assumed:", "assumed")):
         if answer.get(key):
             parts.append("\n".join([title, *(wrapped(line, width, "  ") for line in answer[key])]))
@@ -55,6 +58,12 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
     return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
+def one_line(text: str, width: int, indent: str = "") -> str:
+    """Return text in one line; what does not fit is left out, and `…` says so (--details has it)."""
+    own = indent + text[: len(text) - len(text.lstrip())]
+    return own + textwrap.shorten(text.strip(), width - len(own), placeholder=" …")
+
+
 # ------------------------------------------------------------------------------------------------------ verdict
 
 
@@ -67,8 +76,8 @@ def verdict(answer: dict[str, Any], width: int) -> str:
         return "\n".join(wrapped(line, width) for line in (f"CANNOT RUN: {what}", *missing))
     if not answer["strategies"]:
         closest = (answer["refused"] or [{"name": "", "why": ["nothing is legal"]}])[0]
-        reason = closest["why"][0].partition("; fits with ")[0]
-        name = f"{closest['name']} " if closest["name"] else ""
+        reason = in_short({**closest, "way_out": None}).partition("; fits with ")[0]
+        name = f"{closest['name']}: " if closest["name"] else ""
         lines = [f"DOES NOT FIT: {what}", f"{name}{reason}", *ways_out(answer)]
         return "\n".join(wrapped(line, width) for line in lines if line)
     best = answer["strategies"][0]
@@ -149,7 +158,7 @@ def strategy_table(strategies: list[dict[str, Any]], answer: dict[str, Any], wid
         "80 % within": [span(s) for s in strategies],
         "risk": [share(s["out_of_memory_chance"]) for s in strategies],
         "MFU": [share(s["mfu"]) for s in strategies],
-        "links": [share(s["communication_share"]) for s in strategies],
+        "waiting": [share(s["communication_share"]) for s in strategies],
         "time": [show_seconds(s["total_seconds"]) if "total_seconds" in s else "-" for s in strategies],
     }
     waiting = list(LEAVE_FIRST)
@@ -180,16 +189,59 @@ def memory_table(strategies: list[dict[str, Any]], width: int) -> str:
     return grid(columns) + "\n" + "\n".join(names)
 
 
+def memory_bars(strategy: dict[str, Any], width: int) -> str:
+    """Return the peak of a step, a bar per row against what a card has, and their sum."""
+    there = strategy["usable_bytes"]
+    rows = {row: size for row in LEDGER if (size := strategy["ledger"][row])}
+    if not there or not rows:
+        return ""
+    figures = [*rows.items(), ("all", sum(rows.values()))]
+    names, sizes = [name for name, _ in figures], [gib(size) for _, size in figures]
+    left, number = max(map(len, names)), max(map(len, sizes))
+    room = max(10, min(width, 100) - left - number - 6)
+    lines = [
+        f"A step of {strategy['name']} at its peak, of {gib(there)} GiB per {'card' if strategy['ranges'] else 'rank'}:"
+    ]
+    begin = 0.0
+    for (name, size), text in zip(figures, sizes, strict=True):
+        first = 0 if name == "all" else round(begin / there * room)
+        last = round(((0 if name == "all" else begin) + size) / there * room)
+        bar = (" " * first + "#" * max(last - first, 1))[:room]
+        lines.append(f"{name.ljust(left)}  {text.rjust(number)} |{bar.ljust(room)}|")
+        begin += size
+    return "\n".join(lines)
+
+
+def what_if_table(table: dict[str, Any], width: int) -> str:
+    """Return the best plan for each value of one thing; `*` is what was asked for."""
+    title = f"If {table['of']} were:"
+    if not table["rows"]:
+        return wrapped(f"{title} {table['why']}", width)
+    rows = table["rows"]
+    columns: dict[str, list[str]] = {
+        table["of"]: [("* " if row["here"] else "  ") + row["says"] for row in rows],
+        "strategy": [row["strategy"] or "does not fit" for row in rows],
+        "card": [gib(row["card_bytes"]) if row["strategy"] else "-" for row in rows],
+        "host": [gib(row["host_bytes"]) if row["strategy"] else "-" for row in rows],
+        "tokens/s": [thousands(row["tokens_per_second"]) if row["strategy"] else "-" for row in rows],
+        "80 % within": [span({"ranges": {"tokens_per_second": row["range"]}}) if row["range"] else "-" for row in rows],
+    }
+    if table_width(columns) > width:
+        del columns["80 % within"]
+    return "\n".join([wrapped(f"{title} (GiB; * as asked)", width), grid(columns)])
+
+
 def table_width(columns: dict[str, list[str]]) -> int:
     return sum(max(map(len, [title, *cells])) for title, cells in columns.items()) + 2 * (len(columns) - 1)
 
 
 def grid(columns: dict[str, list[str]]) -> str:
-    """Return columns, the first flush left, the others flush right."""
+    """Return columns, the first and names of strategies flush left, figures flush right."""
     padded = []
     for n, (title, cells) in enumerate(columns.items()):
         room = max(map(len, [title, *cells]))
-        padded.append([c.ljust(room) if n == 0 else c.rjust(room) for c in [title, *cells]])
+        left = n == 0 or title == "strategy"
+        padded.append([c.ljust(room) if left else c.rjust(room) for c in [title, *cells]])
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
@@ -249,15 +301,26 @@ def costs(best: dict[str, Any]) -> list[str]:
     return found
 
 
-def refused_lines(refused: list[dict[str, Any]], rows: int) -> list[str]:
+def refused_lines(refused: list[dict[str, Any]], rows: int, details: bool) -> list[str]:
     found = []
     for entry in refused[:rows]:
-        for why in entry["why"]:
+        for why in entry["why"] if details else [in_short(entry)]:
             found.append(f"{entry['name']}: {why}" if entry["name"] else why)
         found += [f"  {line}" for line in need_lines(entry)]
     if len(refused) > rows:
         found.append(f"and {len(refused) - rows} more (--details, --json)")
     return found
+
+
+def in_short(entry: dict[str, Any]) -> str:
+    """Return a refusal as one line holds it: what is short and by how much, and the change with which it fits."""
+    short = entry.get("short") or {}
+    words = {"card_bytes": "card memory", "host_bytes": "host RAM", "disk_bytes": "disk"}
+    missing = [f"{show_bytes(size)} of {words[what]} short" for what, size in short.items() if size]
+    if not missing:
+        return entry["why"][0]
+    way = entry.get("way_out")
+    return ", ".join(missing) + (f"; fits with {way['says']}" if way else "")
 
 
 def need_lines(entry: dict[str, Any]) -> list[str]:

@@ -166,6 +166,6 @@ def _say_batch(strategy: Strategy, work: Work, say: Say) -> None:
     if idle := strategy.idle_rows(work.batch_sequences):
         below, above = nearest_batches(strategy, work.batch_sequences)
         say(
-            f"{idle} of {idle + work.batch_sequences} places in each step hold no sequence (the loss is weighted "
+            f"{idle} of {idle + work.batch_sequences} sequences in each step are empty (the loss is weighted "
             f"exactly); train.batch_sequences {either(sorted({below, above}))} would leave none empty"
         )
