@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from tests.run_folders import ROWS
 
+from tercet.planner.answer import predict
 from tercet.report.compare import MEMORY_ROWS, compare, error_of
+from tercet.report.show import comparison_groups, comparison_note
+from tercet.spec.machine import machine_of
+from tercet.spec.recipe import build_recipe
+from tercet.spec.strategy import Strategy
 
 
 def by_name(rows, group):
@@ -89,3 +94,20 @@ def test_time_rows_and_the_parts_that_both_sides_have():
     assert rows["loss"]["error"] == pytest.approx(0.25)
     assert "matmul" not in rows
     assert by_name(compare({}, {}), "time") == {}
+
+
+def test_a_prediction_carries_the_plans_range():
+    recipe = build_recipe({"model": "llama-3.2-1b", "data": {"train": "-"}})
+    plan = predict(recipe, Strategy(ranks=3, zero=3, micro_batch=2, recompute="full"), machine_of("3x4090"))
+    measured = {"tokens_per_second": 0.9 * plan["tokens_per_second"], "step_seconds": plan["step_seconds"] / 0.9}
+    rows = compare(plan, measured)
+    time = by_name(rows, "time")
+    for key, what in (("tokens_per_second", "tokens per second"), ("step_seconds", "step")):
+        low, high = time[what]["range"]
+        assert [low, high] == plan["ranges"][key] and low < plan[key] < high
+    shown = {row["what"]: row for group in comparison_groups(rows) for row in group["rows"]}
+    assert " to " in shown["tokens per second"]["predicted"] and "four of five" in comparison_note(rows).lower()
+    without = compare({"tokens_per_second": 10.0}, measured)
+    assert "range" not in by_name(without, "time")["tokens per second"]
+    broken = compare({"tokens_per_second": 10.0, "ranges": {"tokens_per_second": ["?", None]}}, measured)
+    assert "range" not in by_name(broken, "time")["tokens per second"]

@@ -26,6 +26,8 @@ def compare(
 ) -> list[ComparedRow]:
     """Return rows {what, group, unit, predicted, measured, error}; error: predicted / measured - 1, or None.
 
+    Time and speed have the plan's `range` beside them, [low, high] that holds four of five measurements, where it has one.
+
     With a rehearsal (rehearsal.json) each row has `rehearsed` too: what it found on a simulated card, or None.
 
     `group` is "between steps", "at the peak" or "time"; `unit` bytes, s or tokens/s. Any key may be missing
@@ -117,7 +119,10 @@ def _time(plan: dict[str, Any], summary: dict[str, Any]) -> list[ComparedRow]:
     ):
         predicted, measured = number(plan.get(key)), number(summary.get(key))
         if predicted is not None or measured is not None:
-            rows.append(_row("time", what, unit, predicted, measured))
+            row = _row("time", what, unit, predicted, measured)
+            span = _get(plan, "ranges", key)
+            known = isinstance(span, list) and len(span) == 2 and all(number(v) is not None for v in span)
+            rows.append({**row, "range": span} if known else row)
     predicted, measured = _numbers(plan.get("clock")), _numbers(summary.get("clock"))
     rows += [_row("time", part, "s", predicted[part], measured[part]) for part in predicted if part in measured]
     return rows

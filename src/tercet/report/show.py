@@ -262,6 +262,14 @@ def show_value(value: float | None, unit: str) -> str:
     return f"{value:.3g} s" if unit == "s" and value < 10 else show_seconds(value) if unit == "s" else show_count(value)
 
 
+def show_range(row: ComparedRow) -> str:
+    """Return the plan's range behind its figure: " (4.7 k to 8.6 k)"; nothing where it has none."""
+    if not row.get("range"):
+        return ""
+    low, high = (show_value(float(f"{v:.2g}"), row["unit"]) for v in row["range"])
+    return f" ({low} to {high})"
+
+
 def show_error(row: ComparedRow) -> str:
     """Return the error in percent, "exact" when both sides are equal."""
     if row["error"] is None:
@@ -295,7 +303,7 @@ def comparison_groups(compared: list[ComparedRow]) -> list[dict[str, Any]]:
                     {
                         "what": plain(r["what"]),
                         "total": r["what"].endswith("at the peak"),
-                        "predicted": show_value(r["predicted"], r["unit"]),
+                        "predicted": show_value(r["predicted"], r["unit"]) + show_range(r),
                         "rehearsed": show_value(r["rehearsed"], r["unit"]) if "rehearsed" in r else None,
                         "measured": show_value(r["measured"], r["unit"]),
                         "error": show_error(r),
@@ -361,6 +369,8 @@ def comparison_note(compared: list[ComparedRow], bars: bool = True) -> str:
     """Return the lines under the tables: what the figures are, and why some are missing."""
     text = "Error is predicted over measured, less one. Bytes are those of the fullest rank"
     text += "; the pale bar is the plan's." if bars else "."
+    if any(r.get("range") for r in compared):
+        text += " Four of five runs lie in the plan's range."
     if any((r["predicted"] is None) != (r["measured"] is None) for r in compared):
         text += f" {MISSING} stands for a figure that nobody has: not predicted, or not measured."
     return text
