@@ -36,7 +36,15 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-TERCET = """
+CPU = """
+import resource
+def cpu():
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+"""
+TERCET = (
+    CPU
+    + """
 import json, sys, time
 from pathlib import Path
 from tercet.data.prepare import prepare
@@ -46,13 +54,16 @@ from transformers import AutoTokenizer
 data = DataSection.model_validate({"train": rows, "tokenizer": tokenizer, "template": template, "sequence_tokens": tokens,
                                    "cache": place + "/cache", "long_rows": "drop"})
 import tercet.data.spans, jinja2, transformers.utils.chat_template_utils
-start = time.perf_counter()
+start, used = time.perf_counter(), cpu()
 report = prepare(data, vocabulary=None, model_tokenizer=None, seed=0).report
-print(json.dumps({"seconds": time.perf_counter() - start, "tokens": report["tokens"]["train"],
+print(json.dumps({"seconds": time.perf_counter() - start, "cpu": cpu() - used, "tokens": report["tokens"]["train"],
                   "trained": report["trained_tokens"]["train"], "dropped": report["rows"]["dropped"]}))
 """
+)
 
-TRL = """
+TRL = (
+    CPU
+    + """
 import json, os, sys, time
 from types import SimpleNamespace
 rows, place, tokenizer, template, tokens = sys.argv[1:]
@@ -65,16 +76,17 @@ words = AutoTokenizer.from_pretrained(tokenizer)
 words.chat_template = open(template, encoding="utf-8").read()
 args = SFTConfig(output_dir=place, max_length=int(tokens), packing=True, dataset_num_proc=2, assistant_only_loss=True,
                  use_cpu=True, report_to="none", bf16=False)
-start = time.perf_counter()
+start, used = time.perf_counter(), cpu()
 data = datasets.load_dataset("json", data_files=rows, split="train")
 me = SimpleNamespace(chat_template=words.chat_template, completion_only_loss=False, _tokenizer=words,
                      _is_vision_dataset=False, assistant_only_loss=True)
 found = SFTTrainer._prepare_dataset(me, data, words, args, True, None, "train")
-seconds = time.perf_counter() - start
+seconds, used = time.perf_counter() - start, cpu() - used
 tokens = sum(len(ids) for ids in found["input_ids"])
 trained = sum(sum(label != -100 for label in labels) for labels in found["labels"])
-print(json.dumps({"seconds": seconds, "tokens": tokens, "trained": trained, "dropped": 0}))
+print(json.dumps({"seconds": seconds, "cpu": used, "tokens": tokens, "trained": trained, "dropped": 0}))
 """
+)
 
 
 def write_rows(path: Path, megabytes: float) -> int:
@@ -143,7 +155,9 @@ def main() -> None:
     median = {name: statistics.median(r["seconds"] for r in runs) for name, runs in found.items()}
     peak = {name: max(r["peak_bytes"] for r in runs) / 2**20 for name, runs in found.items()}
     print(", ".join(f"{name}: {median[name]:.1f} s, peak {peak[name]:.0f} MiB" for name in sides))
+    used = {name: statistics.median(r["cpu"] for r in runs) for name, runs in found.items()}
     print(f"ratio of times: {median['trl'] / median['tercet']:.1f}")
+    print(f"processor seconds: {used['tercet']:.1f} and {used['trl']:.1f}, ratio {used['trl'] / used['tercet']:.1f}")
     if (one["tokens"], one["trained"]) != (other["tokens"], other["trained"]):
         raise SystemExit("the sides do not agree")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tercet.data.figures import lines
 from tercet.data.loader import IGNORED, Loader
+from tercet.data.prepare import prepare
 from tercet.errors import InputError
-from tests.chats_tiny import prepared, turns
-from tests.texts import sentence
+from tests.chats_tiny import folder, prepared, turns
+from tests.texts import section, sentence
 
 
 def chat(n: int, **more):
@@ -108,7 +112,7 @@ def test_the_loader_trains_what_is_marked_on_any_ranks(tmp_path):
         ]
         assert sum(b.trained_tokens for b in dealt) == sum(b.trained_tokens for b in alone)
         assert sum(b.trained_weight for b in dealt) == sum(b.trained_weight for b in alone)
-    epoch = [loader._batch([n], loader._place) for n in range(loader.rows_per_epoch)]
+    epoch = [loader._batch([n]) for n in range(loader.rows_per_epoch)]
     assert sum(b.trained_tokens for b in epoch) == found.report["trained_tokens"]["train"]
     end = found.stop_ids[-1]
     ends = sum(int(((b.labels == end) & (b.labels != IGNORED)).sum()) for b in epoch)
@@ -146,3 +150,44 @@ def test_a_tokenizer_trained_on_chats_knows_the_templates_marks(tmp_path):
 
 def json_of(words) -> str:
     return words.backend.to_str()
+
+
+def test_b03_what_the_other_rules_would_leave_out_stands_beside(tmp_path):
+    """Each rule's own run says what its line in the others' reports had said."""
+    file = tmp_path / "chats.jsonl"
+    rows = [turns(sentence(n, 2), sentence(n + 50, words)) for n, words in enumerate((3, 3, 50, 55, 60))]
+    rows += [turns(sentence(9, 60), sentence(59, 2))]  # the question alone is longer than a sequence
+    file.write_text("\n".join(json.dumps({"messages": r}) for r in rows))
+    words = folder(tmp_path / "t")
+    found = {}
+    for rule in ("drop", "cut", "split"):
+        data = section(tmp_path, str(file), tokenizer=words, template="chatml", long_rows=rule, sequence_tokens=96)
+        found[rule] = prepare(data, vocabulary=None, model_tokenizer=None, seed=0).report
+    trained = {rule: report["trained_tokens"]["train"] for rule, report in found.items()}
+    for report in found.values():
+        assert report["long_rows"]["rows"] == 4
+        for rule in ("drop", "cut", "split"):
+            said = report["long_rows"][rule]
+            assert said["rows_dropped"] == found[rule]["rows"]["dropped"]
+            assert said["trained_tokens_left_out"] - report["long_rows"]["drop"]["trained_tokens_left_out"] == (
+                trained["drop"] - trained[rule]
+            )
+    assert found["drop"]["long_rows"]["drop"]["rows_dropped"] == 4
+    assert found["cut"]["long_rows"]["cut"]["rows_dropped"] == 1
+    shown = "\n".join(lines(found["cut"]))
+    assert "4 of those to train are longer than 96 tokens" in shown and shown.count("<- data.long_rows") == 1
+
+
+def test_b03_texts_too(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": sentence(n, words)}) for n, words in enumerate((2, 40, 60))))
+    words = folder(tmp_path / "t")
+    found = {}
+    for rule in ("drop", "cut", "split"):
+        data = section(tmp_path, str(file), tokenizer=words, long_rows=rule, sequence_tokens=64)
+        found[rule] = prepare(data, vocabulary=None, model_tokenizer=None, seed=0).report
+    for rule, report in found.items():
+        gone = found["split"]["trained_tokens"]["train"] - report["trained_tokens"]["train"]
+        said = report["long_rows"]
+        assert said[rule]["trained_tokens_left_out"] - said["split"]["trained_tokens_left_out"] == gone
+        assert said[rule]["rows_dropped"] == report["rows"]["dropped"] and said["rows"] == 2

@@ -35,8 +35,8 @@ def children() -> set[int]:
 def test_helpers_give_the_same_documents_in_the_same_order(words, two_cores, monkeypatch):
     monkeypatch.setattr(tokenize, "BATCH_PARTS", 7)
     before, sent = children(), []
-    encode = encoders._Helper.encode
-    monkeypatch.setattr(encoders._Helper, "encode", lambda self, texts: sent.append(len(texts)) or encode(self, texts))
+    work = encoders._Helper.work
+    monkeypatch.setattr(encoders._Helper, "work", lambda self, texts: sent.append(len(texts)) or work(self, texts))
     alone = documents(words, 0)
     assert not sent, "a small text starts no helper"
     assert documents(words, encoders.WORTH_CHARACTERS) == alone
@@ -49,11 +49,46 @@ def test_a_helper_that_dies_is_an_error_and_none_is_left(words, two_cores, monke
 
     def die(self, texts):
         self._process.kill()
-        return encode(self, texts)
+        return work(self, texts)
 
-    encode = encoders._Helper.encode
-    monkeypatch.setattr(encoders._Helper, "encode", die)
+    work = encoders._Helper.work
+    monkeypatch.setattr(encoders._Helper, "work", die)
     monkeypatch.setattr(tokenize, "BATCH_PARTS", 7)
     with pytest.raises(TercetError, match="ended with code -9"):
         documents(words, encoders.WORTH_CHARACTERS)
     assert children() == before
+
+
+def test_helpers_make_the_same_of_chats(two_cores, tmp_path, monkeypatch):
+    """Rows with many loss weights: the numbers that a helper gave them are not this process's."""
+    from tests.chats_tiny import prepared, turns
+
+    from tercet.data import encoding
+
+    monkeypatch.setattr(encoding, "CHAT_CHARACTERS", 400)
+    rows = [
+        {
+            "messages": turns(f"question {n}?", f"antwort é {n}.", "and?", "<|im_end|> is a word"),
+            "weight": (n * 7 % 11) / 4,
+        }
+        for n in range(1, 60)
+    ]
+
+    def contents(made):
+        found = []
+        for source in made.train.sources:
+            for n in range(len(source)):
+                trained = source.trained(n)
+                found.append((source.row(n)[0].tolist(), trained.tolist()))
+        return found
+
+    sent = []
+    work = encoders._Helper.work
+    monkeypatch.setattr(encoders._Helper, "work", lambda self, texts: sent.append(len(texts)) or work(self, texts))
+    alone = prepared(tmp_path / "one", rows)
+    assert not sent
+    monkeypatch.setattr(encoders, "WORTH_CHARACTERS", 1000)
+    shared = prepared(tmp_path / "two", rows)
+    assert sent, "a helper took a part of the work"
+    assert contents(shared) == contents(alone)
+    assert shared.report["chats"] == alone.report["chats"]

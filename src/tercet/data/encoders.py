@@ -1,9 +1,9 @@
-"""Encoders beside one another: this process, and helpers for a large text.
+"""Encoders beside one another: this process, and helpers for much text.
 
-Looking words up (words.py) is Python, so threads of one process cannot share it. A helper is a fresh program, never a
-fork: the tokenizer has threads of its own, and a process forked after they began could hang. Nor is it
-multiprocessing's spawn, which would run the user's main module again. It ends when its input does, so it never
-outlives this process.
+Looking words up (words.py), rendering chats and finding masks is Python, so threads of one process cannot share it. A
+helper is a fresh program, never a fork: the tokenizer has threads of its own, and a process forked after they began
+could hang. Nor is it multiprocessing's spawn, which would run the user's main module again. It ends when its input
+does, so it never outlives this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -29,23 +30,40 @@ from tercet.errors import TercetError
 WORTH_CHARACTERS = 2_000_000  # of text for each helper; below, starting one takes longer than it saves
 MOST_HELPERS = 2  # reading, checking and writing keep this process busy beside two helpers
 
-Encode = Callable[[Sequence[str]], list[np.ndarray]]
+
+class Job(Protocol):
+    """Work on a list of texts that any process can do: it can be pickled, and `begin` makes it ready there."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def begin(self) -> Callable[[Sequence[str]], Any]: ...
+
+
+@dataclass
+class Words:
+    """The job of encoding texts: a list of ids for each."""
+
+    tokenizer: Tokenizer
+
+    def begin(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
+        return self.tokenizer.encode
 
 
 class Encoders:
-    """Encodes batches on several cores; leave the `with` block to end the helpers."""
+    """Does a job on batches on several cores; leave the `with` block to end the helpers."""
 
-    def __init__(self, tokenizer: Tokenizer, characters: int):
+    def __init__(self, job: Job, characters: int):
         """`characters`: about how much text will come."""
         helpers = min(MOST_HELPERS, (os.cpu_count() or 1) - 1, characters // WORTH_CHARACTERS)
-        self._helpers = [_Helper(tokenizer) for _ in range(helpers if helpers and tokenizer.by_words else 0)]
-        waiting: list[Encode] = [*(h.encode for h in self._helpers), tokenizer.encode]
+        self._helpers = [_Helper(job) for _ in range(helpers if helpers and job.tokenizer.by_words else 0)]
+        waiting: list[Callable[[Sequence[str]], Any]] = [*(h.work for h in self._helpers), job.begin()]
         self.count = len(waiting)
         self._mine = threading.local()
-        self._pool = ThreadPoolExecutor(self.count, "encoder", lambda: setattr(self._mine, "encode", waiting.pop()))
+        self._pool = ThreadPoolExecutor(self.count, "encoder", lambda: setattr(self._mine, "work", waiting.pop()))
 
-    def submit(self, texts: Sequence[str]) -> Future[list[np.ndarray]]:
-        return self._pool.submit(lambda: self._mine.encode(texts))
+    def submit(self, texts: Sequence[str]) -> Future[Any]:
+        return self._pool.submit(lambda: self._mine.work(texts))
 
     def __enter__(self) -> Encoders:
         return self
@@ -57,24 +75,24 @@ class Encoders:
 
 
 class _Helper:
-    """A process that encodes what it is sent (see `main`)."""
+    """A process that works on what it is sent (see `main`)."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, job: Job):
         self._process = subprocess.Popen(
             children.command("tercet.data.encoders"),
             env=children.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._start: Any = (tokenizer.backend.to_str(), tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
+        self._job: Job | None = job
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def work(self, texts: Sequence[str]) -> Any:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
-            if self._start is not None:  # here, in a thread: a large tokenizer does not fit into the pipe at once
-                pickle.dump(self._start, process.stdin)
-                self._start = None
+            if self._job is not None:  # here, in a thread: a large tokenizer does not fit into the pipe at once
+                _Pickler(process.stdin).dump(self._job)
+                self._job = None
             pickle.dump(list(texts), process.stdin)
             process.stdin.flush()
             found = pickle.load(process.stdout)  # of our own process
@@ -82,8 +100,7 @@ class _Helper:
             raise TercetError(f"a process that encodes text ended with code {process.wait()}") from None
         if isinstance(found, TercetError):
             raise found
-        ids, ends = found
-        return np.split(ids, ends)
+        return found
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -93,18 +110,29 @@ class _Helper:
         self._process.wait()
 
 
+class _Pickler(pickle.Pickler):
+    """Sends a tokenizer as what encodes alike: without the transformers tokenizer it came from."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tokenizer):
+            return _tokenizer, (obj.backend.to_str(), obj.eos_id, obj.bos_id, obj.pad_id)
+        return NotImplemented
+
+
+def _tokenizer(backend: str, eos: int, bos: int | None, pad: int) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(backend), eos, bos, pad)
+
+
 def main() -> None:
-    """Read (tokenizer, eos, bos, pad) and then lists of texts; answer each with (ids of all, where to split)."""
+    """Read a job and then lists of texts; answer each with what the job makes of it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the pipe
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
-        backend, eos, bos, pad = pickle.load(source)
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), eos, bos, pad)
+        work = pickle.load(source).begin()
         while True:
             texts = pickle.load(source)
             try:
-                found = tokenizer.encode(texts)
-                answer: Any = (np.concatenate(found), np.cumsum([len(ids) for ids in found])[:-1])
+                answer: Any = work(texts)
             except TercetError as error:
                 answer = error
             pickle.dump(answer, answers, protocol=5)
@@ -114,4 +142,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # As the module's own name: what was pickled by the parent is then of the classes that are here.
+    from tercet.data import encoders
+
+    encoders.main()

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tercet.data import corpus
-from tercet.data.chat import Chat
+from tercet.data.chat_work import ChatJob, Worked, renumbered
 from tercet.data.corpus import TRAIN, VALIDATION, Corpus, Findings, Tag
+from tercet.data.encoders import Encoders
+from tercet.data.long import LongRows
 from tercet.data.losses import Losses
-from tercet.data.masks import Masked, Masker, fit
+from tercet.data.masks import Masked, fit
 from tercet.data.shards import Palette, Rows, Writer
 from tercet.data.sources import paths_of
-from tercet.data.spans import Document, Template, TemplateRefusal
-from tercet.data.tokenize import Part, encode_stream
+from tercet.data.spans import Template
+from tercet.data.tokenize import Part, batches, encode_stream
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 from tercet.spec.recipe import DataSection
 
+CHAT_CHARACTERS = 1 << 18  # of a batch of chats
 TOO_LONG, NO_TOKENS = "too long", "no tokens"
 NOTHING_TRAINED, REFUSED, SPELLED = "nothing to train", "refused by the template", "spells a control token"
 _FAULTS = {
@@ -52,9 +56,9 @@ class _ChatRow:
     """A row that is a chat while its documents are encoded."""
 
     tag: Tag
-    documents: int  # still to come
     kept: int = 0
     long: bool = False
+    encoded: list[Masked] = field(default_factory=list)
 
     @property
     def place(self) -> str:
@@ -77,8 +81,9 @@ class Encoding:
         self.characters = {TRAIN: 0, VALIDATION: 0}
         self.losses = Losses(words, len(checked.train) + len(checked.validation))
         self.palette = Palette() if template is not None else None
-        self.masker = Masker(words, template, self.palette) if template is not None and self.palette else None
+        self.job = template and ChatJob(words, template.name, template.source, template.train_on)
         self.chats: Counter[str] = Counter()
+        self.long = LongRows(data.sequence_tokens)  # of what is trained
         self.untrained: str | None = None  # the first row with nothing to train, as it reads
 
     def _writer(self, name: str) -> Writer:
@@ -102,8 +107,8 @@ class Encoding:
         findings = self.checked.findings[name]
         if self.checked.has_texts:
             self._texts(side, writers, findings)
-        if self.masker is not None:
-            self._chats(side, writers, findings, self.masker)
+        if self.job is not None and self.palette is not None:
+            self._chats(side, writers, findings, self.job, self.palette)
 
     def _texts(self, side: int, writers: list[Writer], findings: Findings) -> None:
         start, end = self.words.before, self.words.after
@@ -127,29 +132,54 @@ class Encoding:
                 continue
             if tag.ends:
                 writer.append(end)
+            if side == TRAIN and not tag.stream:
+                self.long.text(writer.current)
             befell = writer.end("split" if tag.stream else self.data.long_rows)
             if befell == "drop":
                 self._drop(findings, side, TOO_LONG, tag)
             elif befell is not None and not tag.stream:
                 findings.seen[f"long rows {befell}"] += 1
 
-    def _chats(self, side: int, writers: list[Writer], findings: Findings, masker: Masker) -> None:
-        """Encode the chats. One row may be several documents; it is dropped when none of them is kept."""
-        row: _ChatRow | None = None
-        for masked in masker.encode(self._rendered(side, findings, masker), findings.characters):
-            if row is not masked.tag:
-                row = masked.tag
-            assert isinstance(row, _ChatRow)
-            self.losses.ids(row.tag.source, masked.ids)
-            self._fit(writers[row.tag.source], masked, row, side)
-            row.documents -= 1
-            if not row.documents:
-                self._close(row, findings, side)
+    def _chats(self, side: int, writers: list[Writer], findings: Findings, job: ChatJob, palette: Palette) -> None:
+        """Encode the chats, batch by batch. One row may be several documents; it is dropped when none of them is kept."""
+        running: deque[tuple[list[Part], Future[list[Worked]]]] = deque()
+        with Encoders(job, findings.characters) as encoders:
+            for batch in batches(self._watched(side, chats=True), CHAT_CHARACTERS):
+                running.append((batch, encoders.submit([part.text for part in batch])))
+                if len(running) > 2 * encoders.count:
+                    self._take(side, writers, findings, palette, *running.popleft())
+            while running:
+                self._take(side, writers, findings, palette, *running.popleft())
 
-    def _fit(self, writer: Writer, masked: Masked, row: _ChatRow, side: int) -> None:
+    def _take(
+        self,
+        side: int,
+        writers: list[Writer],
+        findings: Findings,
+        palette: Palette,
+        batch: list[Part],
+        future: Future[list[Worked]],
+    ) -> None:
+        for part, worked in zip(batch, future.result(), strict=True):
+            tag: Tag = part.tag
+            if worked.refused is not None:
+                self._drop(findings, side, REFUSED, tag, worked.refused)
+                continue
+            if worked.spelled:
+                self._drop(findings, side, SPELLED, tag)
+                continue
+            self.chats.update(worked.counts)
+            row = _ChatRow(tag)
+            for masked in renumbered(worked, palette):
+                self.losses.ids(tag.source, masked.ids)
+                self._fit(writers[tag.source], masked, row)
+            self._close(row, findings, side)
+
+    def _fit(self, writer: Writer, masked: Masked, row: _ChatRow) -> None:
         length = masked.ids.size
         writer.full_lengths.append(length)
         pieces, left = fit(masked, self.data.sequence_tokens, self.data.long_rows)
+        row.encoded.append(masked)
         for ids, trained in pieces:
             writer.append(ids, trained)
             writer.close()
@@ -164,41 +194,13 @@ class Encoding:
         self.chats["rows"] += 1
         if row.long:
             self.chats["rows longer than a sequence"] += 1
+            if side == TRAIN:
+                self.long.chat(row.encoded)
         if not row.kept:
             dropped = row.long and self.data.long_rows == "drop"
             self._drop(findings, side, TOO_LONG if dropped else NOTHING_TRAINED, row.tag)
         elif row.long:
             findings.seen[f"long rows {'split' if self.data.long_rows == 'split' else 'cut'}"] += 1
-
-    def _rendered(self, side: int, findings: Findings, masker: Masker) -> Iterator[tuple[Document, _ChatRow]]:
-        """Yield the documents of every chat; what the template refuses is dropped."""
-        for part in self._watched(side, chats=True):
-            chat = Chat.from_text(part.text)
-            try:
-                documents = masker.template.documents(chat)
-            except TemplateRefusal as error:
-                self._drop(findings, side, REFUSED, part.tag, str(error))
-                continue
-            if masker.refuses(documents):
-                self._drop(findings, side, SPELLED, part.tag)
-                continue
-            self.chats["further documents"] += len(documents) - 1
-            self.chats["turns trained"] += sum(len(d.spans) for d in documents)
-            self._notice(chat, documents)
-            row = _ChatRow(part.tag, len(documents))
-            for document in documents:
-                yield document, row
-
-    def _notice(self, chat: Chat, documents: list[Document]) -> None:
-        """Count what a template leaves out, and words that spell control tokens."""
-        text = documents[0].text
-        mark = documents[0].mark
-        if mark in text:
-            self.chats["rows whose words spell a control token"] += 1
-            return
-        for message in chat.messages:
-            if message["role"] != "assistant" and message["content"].strip() not in text:
-                self.chats[f"{message['role']} turns that the template leaves out or changes"] += 1
 
     def chat_figures(self, template: Template) -> dict[str, Any]:
         """Return what the report says of chats."""

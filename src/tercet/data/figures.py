@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tercet.data import long
 from tercet.data.corpus import PLACES, TRAIN, VALIDATION, Corpus, Findings
 from tercet.data.mix import Mix
 from tercet.data.shards import Rows, Writer
@@ -134,6 +135,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f" median {lengths.get('median', 0)},"
         f" 90 % up to {lengths.get('p90', 0)}, 99 % up to {lengths.get('p99', 0)}",
         *_histogram(lengths.get("histogram", [])),
+        *long.lines(figures.get("long_rows"), figures["sequence_tokens"]),
         f"sequences   {figures['sequences']['train']} of {figures['sequence_tokens']} tokens to train,"
         f" {figures['sequences']['validation']} held out, {100 * figures['padding_share']:.2f} % padding",
         f"duplicates  {figures['duplicates']} rows repeat an earlier one",

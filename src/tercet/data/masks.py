@@ -147,11 +147,13 @@ class Masker:
             if found == ids.tolist():
                 return self._by_ranges(ranges, spans)
             raise AssertionError(f"two encodings of one text: {text[:80]!r}")
-        starts = np.concatenate(([0], ends[:-1]))
-        trained = np.zeros(ids.size, np.uint8)
+        trained, plain = np.zeros(ids.size, np.uint8), text.isascii()
         for begin, end, weight in spans:
-            first, last = (len(text[: max(at, 0)].encode()) for at in (begin, end))
-            trained[(ends > first) & (starts < last)] = self.palette.number(weight)
+            begin, end = max(begin, 0), min(end, len(text))
+            first, last = (begin, end) if plain else (len(text[:at].encode()) for at in (begin, end))
+            # Tokens that end behind the first character and begin before the last.
+            after = int(np.searchsorted(ends, first, side="right"))
+            trained[after : int(np.searchsorted(ends, last, side="left")) + 1] = self.palette.number(weight)
         return trained
 
     # ------------------------------------------------------------------------------------------------- as one text
@@ -188,8 +190,8 @@ def fit(masked: Masked, capacity: int, rule: str) -> tuple[list[tuple[np.ndarray
     """
     ids, trained = masked.ids, masked.trained
     if ids.size <= capacity:
-        pieces = [(ids, trained)]
-    elif rule == "split":
+        return ([(ids, trained)] if trained[1:].any() else []), 0
+    if rule == "split":
         pieces = [(ids[at : at + capacity], trained[at : at + capacity]) for at in range(0, ids.size, capacity)]
     else:
         pieces = [(ids[:capacity], trained[:capacity])] if rule == "cut" else []

@@ -278,6 +278,7 @@ def _build(
     work.complain(sets, held_out)
     losses = [work.losses.figures(n) for n in range(len(train))]
     report = figures.report(checked, writers, sets, validation, held_out, work.characters, data.sequence_tokens, losses)
+    report["long_rows"] = work.long.figures(data.long_rows)
     report["seconds"] = round(time.monotonic() - started, 3)
     report["tokenizer"] = {"name": data.tokenizer, "vocabulary": words.size}
     if template is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tercet.data.encoders import Encoders
+from tercet.data.encoders import Encoders, Words
 from tercet.data.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
@@ -77,8 +77,8 @@ def encode_stream(
     """
     join = _Joiner(tokenizer)
     running: deque[tuple[list[Part], Future[list[np.ndarray]]]] = deque()
-    with Encoders(tokenizer, characters) as encoders:
-        for batch in _batches(_cut(parts, piece, join.space)):
+    with Encoders(Words(tokenizer), characters) as encoders:
+        for batch in batches(_cut(parts, piece, join.space)):
             running.append((batch, encoders.submit([p.text for p in batch])))
             if len(running) > encoders.count:
                 done, future = running.popleft()
@@ -100,13 +100,14 @@ def joint(tokenizer: Tokenizer) -> str | None:
     return "drop" if whole == left + dropped else None
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def batches(parts: Iterable[Part], characters: int = BATCH_CHARACTERS) -> Iterator[list[Part]]:
+    """Yield parts in lists of about `characters`."""
     batch: list[Part] = []
     size = 0
     for part in parts:
         batch.append(part)
         size += len(part.text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PARTS:
+        if size >= characters or len(batch) >= BATCH_PARTS:
             yield batch
             batch, size = [], 0
     if batch:
