@@ -67,3 +67,17 @@ def test_waiting_goes_on_by_itself(cli, disk):
 def same_as_undisturbed(cli) -> None:
     cli.run("train", "small.yaml", *("whole" if word == "disk/run" else word for word in RUN), *SAVES)
     assert cli.weights("disk/run") == cli.weights("whole")
+
+
+def test_stopping_says_what_stopped_it_with_no_byte_left(cli, disk):
+    stop = (*RUN, *SAVES, "output.disk_full=stop")
+    process = cli.start("train", "small.yaml", *stop)
+    cli.wait_until(lambda: bool(steps_in(disk / "run" / "checkpoints")), process)
+    fill(disk)
+    done = cli.finish(process, 1)
+    assert "disk full: " in done.stderr and "tercet train --resume" in done.stderr, done.stderr
+    saved = undamaged(disk)
+    (disk / "filler").unlink()
+    cli.run("train", "--resume", "disk/run")
+    assert undamaged(disk) == 24 > saved
+    same_as_undisturbed(cli)

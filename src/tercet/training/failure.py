@@ -21,14 +21,19 @@ LOG_TAIL_BYTES = 1 << 16
 
 
 def first_error(
-    run: RunFolder, codes: Sequence[int], stopped: str | None, ended_here: Collection[int] = ()
+    run: RunFolder,
+    codes: Sequence[int],
+    stopped: str | None,
+    ended_here: Collection[int] = (),
+    told: Sequence[dict[str, Any]] = (),
 ) -> TercetError:
     """Return the error to tell of ranks that ended with `codes`, of which not all are 0.
 
     `stopped`: what to say when somebody asked for the end and no rank says more; None when nobody did.
-    `ended_here`: ranks that did not end by themselves after another had failed.
+    `ended_here`: ranks that did not end by themselves after another had failed. `told`: reports that ranks could not
+    write into the run folder.
     """
-    reports = error_reports(run, len(codes))
+    reports = [*error_reports(run, len(codes)), *told]
     interrupted = [r for r in reports if r["interrupted"]]
     own = sorted((r for r in reports if not r["echo"] and not r["interrupted"]), key=lambda r: r["time"])
     if own:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tercet.errors import InputError, TercetError
 from tercet.parallel.bond import die_with_parent
@@ -111,22 +112,34 @@ def _run(
         if session is not None:
             session.hold(pids)
         _prepare_swap(swap, world)
-        code = run_as_rank(recipe, run, world.rank, stop, lambda: world, accept_changed_data=asked.accept_changed_data)
+        unwritten: list[dict[str, Any]] = []
+        code = run_as_rank(
+            recipe,
+            run,
+            world.rank,
+            stop,
+            lambda: world,
+            unwritten.append,
+            accept_changed_data=asked.accept_changed_data,
+        )
     finally:
         if swap is not None:
             swap.remove()
     if code == 0:
         return Ended(0, run.path if world.rank == 0 else None)
     here = [pid if host == hosts[world.rank] else None for pid, host in zip(pids, hosts, strict=True)]
-    error, teller = _why(run, here)
+    error, teller = _why(run, here, unwritten)
     if teller == world.rank or session is not None:
         raise error
     return Ended(error.exit_code)
 
 
-def _why(run: RunFolder, pids: Sequence[int | None]) -> tuple[TercetError, int]:
+def _why(
+    run: RunFolder, pids: Sequence[int | None], unwritten: Sequence[dict[str, Any]] = ()
+) -> tuple[TercetError, int]:
     """Return why the ranks ended and which rank tells it: the lowest that has ended by itself.
 
+    `unwritten`: this rank's own report, where the disk did not take it.
     A rank that writes nothing within the grace has not arrived where the others waited.
     """
     deadline = time.monotonic() + GRACE_SECONDS
@@ -138,9 +151,9 @@ def _why(run: RunFolder, pids: Sequence[int | None]) -> tuple[TercetError, int]:
         _ask_for_stack(pids[rank])
     if absent:
         time.sleep(0.5)  # for its answer to reach its log
-    # A rank whose disk is full may leave no report at all; rank 0 tells then.
+    # Ranks whose disk is full leave no report at all; each knows its own, and rank 0 tells then.
     codes = [int(rank in told or not told) for rank in range(len(pids))]
-    return first_error(run, codes, None, absent), min(told, default=0)
+    return first_error(run, codes, None, absent, unwritten), min(told, default=0)
 
 
 def _ask_for_stack(pid: int | None) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from tercet.training.launcher import how_started
 from tercet.training.pace import BEFORE_A_STEP, RECENT_STEPS, sentence
 from tercet.training.preflight import require_planned_device
 from tercet.training.stop import Stop
+from tercet.training.told import tell
 from tercet.training.warned import WARNED, show_warnings
 from tercet.units import show_bytes
 
@@ -100,8 +102,11 @@ class Rank:
         known = sentence(self.step - 1, self._seconds, time.time() - self._began) if self._seconds else BEFORE_A_STEP
         self.console.say(known)
 
-    def report(self, error: BaseException) -> dict[str, Any]:
-        """Return the error as data and leave it as a file; the log gets the traceback."""
+    def report(self, error: BaseException, unwritten: Callable[[dict[str, Any]], None]) -> int:
+        """Leave the error as a file and return its exit code; the log gets the traceback.
+
+        `unwritten` gets what the disk does not take.
+        """
         traceback.print_exception(error)
         content = {
             "rank": self.rank,
@@ -110,8 +115,13 @@ class Rank:
             "rows": self.rows,
             **describe_error(error),
         }
-        write_error(error_file(self.run, self.rank), content)
-        return content
+        from tercet.training.record import write_json
+
+        try:
+            write_json(error_file(self.run, self.rank), content)
+        except OSError:
+            unwritten(content)
+        return int(content["exit_code"])
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -147,27 +157,20 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return content
 
 
-def write_error(path: Path, content: dict[str, Any]) -> None:
-    from tercet.training.record import write_json
-
-    try:
-        write_json(path, content)
-    except OSError:  # a full disk: the log and the exit code must do
-        print(content, flush=True)
-
-
 def run_as_rank(
     recipe: Recipe,
     run: RunFolder,
     number: int,
     stop: Stop,
     join: Callable[[], World],
+    unwritten: Callable[[dict[str, Any]], None],
     watched: str | None = None,
     started_by: str | None = None,
     accept_changed_data: bool = False,
 ) -> int:
     """Run this process's rank to its end and return the exit code; errors are reported, not raised.
 
+    `unwritten` is called with the report of an error when the disk does not take it.
     `watched`: FIRST:COUNT, steps whose share of communication goes into the run folder (tercet bench).
     `started_by`: whom to name as having started the ranks; None when that was told before.
     """
@@ -200,7 +203,7 @@ def run_as_rank(
         close_world(world)
         return 0
     except BaseException as error:
-        return int(me.report(error)["exit_code"])
+        return me.report(error, unwritten)
     finally:
         me.give_back()
 
@@ -215,10 +218,12 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("store")
     parser.add_argument("parent", type=int)
+    parser.add_argument("told", type=int, help="the supervisor's pipe")
     parser.add_argument("--watch")
     parser.add_argument("--accept-changed-data", action="store_true")
     given = parser.parse_args()
     die_with_parent(given.parent)
+    os.set_inheritable(given.told, False)
     stop = Stop(again=leave_at_once)
     stop.install()
     run = RunFolder(given.run)
@@ -235,6 +240,7 @@ def main() -> None:
         int(os.environ["RANK"]),
         stop,
         join,
+        partial(tell, given.told),
         given.watch,
         started_by="tercet train",
         accept_changed_data=given.accept_changed_data,

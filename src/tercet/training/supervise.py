@@ -23,6 +23,7 @@ from tercet.training.pace import stopping_line
 from tercet.training.session import Asked, Session, resume_command
 from tercet.training.stop import Stop
 from tercet.training.swap import Swap
+from tercet.training.told import Pipe
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for the other ranks to tell what they know, after one has failed
@@ -108,6 +109,7 @@ class _Ranks:
         self._started = time.time()
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._cards: CardWatch | None = None
+        self._pipe = Pipe()
 
     def run(self) -> None:
         """Return when all ranks have ended well. Raises the first real error otherwise; no rank is left."""
@@ -125,6 +127,7 @@ class _Ranks:
                 self._watch()
         finally:
             self._end_all()
+            told = self._pipe.close()
             shutil.rmtree(meeting, ignore_errors=True)
         codes = [p.returncode for p in self._ranks]
         if any(codes) and self._cards is not None and self._cards.lost:
@@ -133,7 +136,7 @@ class _Ranks:
                 f"Check its power cable and slot, and restart the machine. {resume_command(self._session.run)}",
             )
         if any(codes):
-            raise first_error(self._session.run, codes, self._why_stopped(), self._ended_here)
+            raise first_error(self._session.run, codes, self._why_stopped(), self._ended_here, told)
 
     def _why_stopped(self) -> str | None:
         if self._stop.discarded:
@@ -146,7 +149,9 @@ class _Ranks:
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         # Without this every rank starts a thread per core and they take turns pushing each other off.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        command = children.command("tercet.training.rank", str(self._session.run.path), store, str(os.getpid()))
+        command = children.command(
+            "tercet.training.rank", *map(str, (self._session.run.path, store, os.getpid(), self._pipe.write_end))
+        )
         if self._watched is not None and rank == 0:
             command += ["--watch", "{}:{}".format(*self._watched)]
         if self._session.accept_changed_data:
@@ -159,6 +164,7 @@ class _Ranks:
             stdout=None if _is_open(1) else subprocess.DEVNULL,
             stderr=None if _is_open(2) else subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=(self._pipe.write_end,),
         )
 
     def _watch(self) -> None:
