@@ -186,3 +186,25 @@ def test_fetching_a_folder_says_that_it_is_here_already(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     said = CliRunner().invoke(app, ["fetch", str(tmp_path)])
     assert said.exit_code == 0 and "nothing to fetch" in said.output and str(tmp_path) in said.output
+
+
+@pytest.mark.parametrize("width", [60, 80, 130])
+def test_help_fits_the_terminal_is_whole_and_has_one_example(width):
+    def shown(*words: str) -> str:
+        return CliRunner().invoke(app, [*words, "--help"], terminal_width=width).output
+
+    front = shown()
+    commands = re.findall(r"^  (\w+) +\S", front.partition("Commands:")[2].partition("Example:")[0], re.M)
+    assert len(commands) >= 17 and "..." not in front.partition("Commands:")[2]
+    for name in ([], *([name] for name in commands)):
+        text = shown(*name)
+        assert len(re.findall(r"^ *Example: tercet ", text, re.M)) == 1, name
+        assert max(map(len, text.splitlines())) <= width, name
+
+
+def test_steps_and_gpus_are_where_people_look_for_them(monkeypatch):
+    assert "steps: 7" in tercet("train", "first-light", "--steps", "7", "--print-recipe")
+    assert "no cards" in tercet("train", "first-light", "--gpus", "3", code=2)
+    monkeypatch.setattr("tercet.spec.cards.detect_gpus", lambda: [{"name": "a card"}] * 2)
+    assert "only 2 cards" in tercet("train", "first-light", "--gpus", "3", code=2)
+    assert "--ranks 3" in tercet("train", "first-light", "--gpus", "2", "--ranks", "3", code=2)

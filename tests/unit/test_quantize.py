@@ -43,6 +43,16 @@ def test_a_row_is_rounded_to_a_127th_of_its_largest(dtype):
     assert torch.allclose(small(x).double(), expected, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("width", [8, 40, 44, 100])
+def test_widths_that_pytorchs_kernel_cannot_read_are_computed_all_the_same(width):
+    """That kernel ended the process (SIGSEGV) for rows that 16 does not divide."""
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(width, 24, bias=False).bfloat16()
+    x = torch.randn(5, width).bfloat16()
+    wanted = linear(x).float()
+    assert (Int8Linear(linear)(x).float() - wanted).abs().max() < 0.03 * wanted.abs().max()
+
+
 @pytest.mark.parametrize(("kind", "bits", "bound"), [("int8", 8, 0.05), ("int4", 4, 0.5)])
 def test_it_says_what_it_changed(kind, bits, bound, folder):
     need_bitsandbytes(kind)

@@ -24,13 +24,16 @@ class Commands(TyperGroup):
     """The commands, each loaded when it is asked for: one that answers in half a second imports no other."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS]  # list is a command here: its module stands in this name once it is loaded
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
             importlib.import_module(f"{__name__}.{cmd_name}").register(alone)
-            self.commands[cmd_name] = typer.main.get_command(alone)
+            found = typer.main.get_command(alone)
+            # Given whole, it is wrapped in the list of commands and not cut.
+            found.short_help = (found.help or "").strip().partition("\n\n")[0].partition(". ")[0].rstrip(".") + "."
+            self.commands[cmd_name] = found
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command(epilog="Example: tercet generate runs/first-light-1 'The for statement'")
+    @app.command(epilog="Example: tercet generate runs/first-light-1 'The for statement' --temperature 0.8")
     def generate(
         folder: Annotated[
             str, typer.Argument(metavar="RUN|FOLDER", help="A run folder, a Hugging Face model folder or a .gguf file.")
@@ -44,10 +44,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, one object a prompt.")] = False,
     ) -> None:
-        """Continue PROMPT, or every prompt of a file, with a trained model.
-
-        Example: tercet generate runs/first-light-1 "The for statement" --temperature 0.8
-        """
+        """Continue PROMPT, or every prompt of a file, with a trained model."""
         from tercet.cli import require_models, say_aside
 
         prompts = read_prompts(prompt, file)

@@ -30,6 +30,8 @@ def register(app: typer.Typer) -> None:
         ranks: Annotated[
             int | None, typer.Option(help="Processes: one per card, or as many as you like on a CPU.", min=1)
         ] = None,
+        gpus: Annotated[int | None, typer.Option(help="So many of this machine's cards; default: all.", min=1)] = None,
+        steps: Annotated[int | None, typer.Option(help="Optimizer steps of the run, as train.steps.", min=1)] = None,
         output: Annotated[str | None, typer.Option(help="The run folder; default runs/<recipe>-<n>.")] = None,
         resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue this run.")] = None,
         restarts: Annotated[int, typer.Option(help="How often to resume by itself after a failure.", min=0)] = 0,
@@ -45,7 +47,25 @@ def register(app: typer.Typer) -> None:
         """Train a recipe: text in, trained model out. Predicts first, refuses what cannot work."""
         if cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in the ranks: as if there were no card
-        run(arguments or [], ranks, output, resume, restarts, accept_changed_data, print_recipe, as_json)
+        given = [*(arguments or []), *([f"train.steps={steps}"] if steps is not None else [])]
+        if gpus is not None:
+            ranks = cards_asked_for(gpus, ranks)
+        run(given, ranks, output, resume, restarts, accept_changed_data, print_recipe, as_json)
+
+
+def cards_asked_for(gpus: int, ranks: int | None) -> int:
+    """Return the ranks, one per card. Raises InputError where there are not so many cards, or --ranks says otherwise."""
+    from tercet.spec.cards import detect_gpus
+
+    if ranks not in (None, gpus):
+        raise InputError(f"--gpus {gpus} and --ranks {ranks}: each card takes one rank", "Leave one of them out.")
+    there = len(detect_gpus())
+    if gpus > there:
+        raise InputError(
+            f"--gpus {gpus}, but {f'only {there}' if there else 'no'} cards can be used here",
+            "tercet plan describes other machines; --ranks starts processes on the CPU." if not there else None,
+        )
+    return gpus
 
 
 def run(

@@ -20,6 +20,7 @@ from tercet.units import show_bytes
 KINDS = ("int8", "int4")
 KEPT = ("kv_b_proj", "lm_head", "router", "gate")  # absorbed in latent attention; the head; who goes to which expert
 TOKENS_COMPARED = 32
+KERNEL_WIDTH = 32  # PyTorch's int8 kernel for CPUs ends the process for rows that this does not divide
 LEAST_SHARE = 0.5  # of the weights that must become smaller, or it is not worth it
 
 
@@ -58,7 +59,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, scale = self.weight, self.scale
-        if x.is_cpu and x.dtype == torch.bfloat16:
+        if x.is_cpu and x.dtype == torch.bfloat16 and weight.shape[1] % KERNEL_WIDTH == 0:
             out = torch._weight_int8pack_mm(x.flatten(0, -2), weight, scale).view(*x.shape[:-1], -1)
         else:
             out = F.linear(x, weight.to(x.dtype)) * scale
