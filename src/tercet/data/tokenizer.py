@@ -52,6 +52,8 @@ _ENDS = (
     "[EOS]",
     "<|end▁of▁sentence|>",
 )
+# How a GGUF file names tokenizers in which a piece that is in the vocabulary is one token, whatever the merges.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
 _STARTS = (BOS, "<s>", "<bos>", "<|bos|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _PADS = (PAD, "<pad>", "[PAD]", "<|pad|>", "<｜▁pad▁｜>", "<|finetune_right_pad_id|>")
 
@@ -282,6 +284,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     from tercet.spec.families import read_config
+    from tercet.spec.families.gguf import reader
 
     config = read_config(path)
     try:
@@ -292,6 +295,8 @@ def _from_gguf(path: Path) -> Tokenizer:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"data.tokenizer: {path} holds no tokenizer that can be read: {first}") from None
     backend = found.backend_tokenizer
+    if (pre := reader(path).fields.get("tokenizer.ggml.pre")) is not None and pre.contents() in _WHOLE_WORDS:
+        backend.model.ignore_merges = True  # transformers' reader leaves it out
     eos = config.get("eos_token_id")
     return _finish(backend, eos, config.get("bos_token_id"), found.pad_token_id, str(path), found)
 
