@@ -57,7 +57,10 @@ def trained(world: World, base: str, folder: str, tied: bool):
 
 def merged(weights: dict[str, torch.Tensor], base: str) -> dict[str, torch.Tensor]:
     """The whole model's weights, adapters added by the formula."""
-    found = {n: w for n, w in weights.items() if ".lora_" not in n}
+    described, _ = grown(base, tied=False)
+    stored = stored_weights(base, described)
+    found = {d.name: stored.tensor(d.name) for d in described.tensors()}
+    found |= {n: w for n, w in weights.items() if ".lora_" not in n}
     for name, a in weights.items():
         if name.endswith("lora_A.weight"):
             plain = name.replace(".lora_A", "")

@@ -30,6 +30,7 @@ class Losses:
         state = _state(tokenizer)
         self.unknown_id = unknown_id(tokenizer, state)
         self.complete = complete(tokenizer, state)
+        self._ascii = not any(is_lost(tokenizer, chr(n)) for n in range(128))
         self.known: set[str] = set()
         self.gone: set[str] = set()
         self.characters = [0] * sources
@@ -39,7 +40,7 @@ class Losses:
 
     def text(self, source: int, text: str) -> None:
         self.characters[source] += len(text)
-        if self.complete:
+        if self.complete or (self._ascii and text.isascii()):
             return
         different = set(text)
         for character in different - self.known:

@@ -101,8 +101,19 @@ def base_of(place: Path) -> Path:
 
 
 def describe_place(place: Path) -> Model:
-    """Return the Model of a folder or file; of an adapter's folder its base's."""
-    return describe(ModelSection(path=str(base_of(place))))
+    """Return the Model of a folder or file; of an adapter's folder its base's, with as many words as the adapter has."""
+    described = describe(ModelSection(path=str(base_of(place))))
+    words = _words_of(place) if is_adapter(place) else None
+    if words is None or words <= described.vocabulary:
+        return described
+    return describe(ModelSection(path=str(base_of(place)), vocabulary=words))
+
+
+def _words_of(place: Path) -> int | None:
+    """Return the size of the vocabulary that an adapter brings whole (modules_to_save), None when it brings none."""
+    file = SafetensorsFile(place / WEIGHTS)
+    whole = (f"{PREFIX}model.embed_tokens.weight", f"{PREFIX}lm_head.weight")
+    return next((file.shape(name)[0] for name in whole if name in file.names()), None)
 
 
 @dataclass(frozen=True)
