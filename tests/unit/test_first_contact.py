@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.deepseek_tiny import tiny_deepseek
-from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
+from tests.tiny import micro_batches, tiny_engine, tiny_strategy, whole_weights
 from torch.nn.attention import varlen
 
 from tercet.data.loader import Batch
@@ -15,7 +15,6 @@ from tercet.model import attention
 from tercet.model.attention import Documents, attend
 from tercet.model.experts import has_grouped_matmul
 from tercet.spec.kernels import packed_head_size
-from tercet.spec.strategy import Strategy, Work, why_not
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,10 +34,6 @@ def test_grouped_heads_never_meet_the_kernel_that_holds_all_scores(monkeypatch, 
     ((heads, kv_heads, gqa, masked),) = seen
     assert gqa == (heads != kv_heads)
     assert (heads == kv_heads) or (dtype == torch.bfloat16 and not masked)
-
-
-def test_head_sizes_that_flash_attention_takes():
-    assert [packed_head_size(n) for n in (64, 20, 192, 250, 256, 257, 288)] == [64, 24, 192, 256, 256, None, None]
 
 
 @pytest.mark.parametrize("takes_groups", [True, False])
@@ -63,12 +58,6 @@ def test_packed_documents_on_a_card_go_to_flash_attention(monkeypatch, takes_gro
     filled, keys = packed_head_size(size), 2 if takes_groups else 4
     assert seen == [((4, filled), (keys, filled), (keys, filled), (3, 0), takes_groups)]
     assert out.shape == q.shape
-
-
-def test_heads_too_large_for_flash_attention_go_document_by_document(monkeypatch):
-    monkeypatch.delattr(varlen, "varlen_attn")  # is not even asked for
-    q = torch.empty(1, 8, 2, 288, device="meta", dtype=torch.bfloat16)
-    assert attend(q, q, q, Documents(torch.empty(3, dtype=torch.int32, device="meta"), [3, 5]), 0.25).shape == q.shape
 
 
 def test_experts_on_a_card_are_one_grouped_matmul():
@@ -99,18 +88,6 @@ def test_borders_on_the_host_are_counted_there():
     assert Documents.of(there.documents, torch.device("meta")).lengths == [4]
 
 
-def losses(world, word: str):
-    model = tiny_deepseek(family="deepseek_v2", mtp_depth=None)
-    engine = tiny_engine(world, tiny_strategy(word, world.size, 3), "bf16", model)
-    return [engine.step(micro_batches(s, world.rank, world.size, 1, 3), 0.0).loss for s in range(2)]
-
-
-@pytest.mark.parametrize("word", ["zero1", "zero3"])
-def test_rotary_tables_in_fp32_stay_so_under_shards(pools, word):
-    assert tiny_deepseek(family="deepseek_v2", mtp_depth=None).layers[0].attention.fp32_rotation
-    assert pools[3].run(losses, word) == pools[3].run(losses, "ddp")
-
-
 def frozen(world, word: str):
     engine = tiny_engine(world, tiny_strategy(word, world.size, 3), model=tiny_deepseek(), weight_decay=0.5)
     before = whole_weights(engine)
@@ -131,9 +108,3 @@ def test_a_weight_of_zero_freezes_further_predictions(pools, word):
     for still, later in pools[3].run(frozen, word):
         assert further and still == further  # bit-equal, and nothing else is
         assert not further & later
-
-
-def test_compiling_where_operators_are_kept_by_name_is_refused():
-    (why,) = why_not(tiny_model(), Strategy(compile=True, recompute="selective"), Work(16, 4))
-    assert "strategy.compile" in why and "recompute none, full or every-n" in why
-    assert not why_not(tiny_model(), Strategy(compile=True), Work(16, 4))
