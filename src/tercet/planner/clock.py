@@ -257,12 +257,12 @@ def bus(job: Job, machine: Machine, c: Constants) -> float | None:
         return machine.card.nvlink / 2 * c.peer_share
     if job.transport == "copies" and link:
         return link * c.copies_share
-    if machine.peers and link:
-        return link * c.peer_share
     # Every byte crosses two links and the host's memory, which all cards share; a narrow slot slows the ring.
     full = machine.card.host_link
     narrow = min(1.0, link / full) if link and full else 1.0
-    return min(c.staged_bus * narrow, resident.carried(machine, c) / job.ranks)
+    staged = min(c.staged_bus * narrow, resident.carried(machine, c) / job.ranks)
+    # With peer access NCCL has both ways, and takes the faster.
+    return max(staged, link * c.peer_share) if machine.peers and link else staged
 
 
 def collectives(counts: Counts, job: Job) -> list[Collective]:

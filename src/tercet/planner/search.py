@@ -20,6 +20,7 @@ from tercet.spec.recipe import StrategySection
 from tercet.spec.strategy import Recompute, Strategy, Work
 
 LARGEST_MICRO_TOKENS = 65_536  # beyond this a matmul gains nothing, and only memory grows
+MOST_MICRO_BATCHES, ALL_BELOW = 14, 8  # tried, of many; and up to which size all of them
 LEVELS = get_args(Recompute)  # least to most
 SEARCHED: list[Recompute] = ["none", "selective", "every-3", "every-2", "full"]
 HOST_STEP = 4 * 2**30  # host memory that is no reason to take another strategy
@@ -325,9 +326,12 @@ def micro_batches(data_ranks: int, work: Work) -> list[int]:
     largest = max(1, min(rows, LARGEST_MICRO_TOKENS // work.sequence_tokens))
     # m is rows over some number of steps, evened out, exactly when it is that over the fewest steps of m rows.
     usable = [m for m in range(1, largest + 1) if -(-rows // -(-rows // m)) == m]
-    if len(usable) <= 14:
+    if len(usable) <= MOST_MICRO_BATCHES:
         return usable
-    return sorted({usable[round(i * (len(usable) - 1) / 13)] for i in range(14)})  # spread over the whole range
+    # All small ones, for there one sequence more is much; the others spread over what is left.
+    small, large = [m for m in usable if m <= ALL_BELOW], [m for m in usable if m > ALL_BELOW]
+    last = MOST_MICRO_BATCHES - len(small) - 1
+    return sorted({*small, *(large[round(i * (len(large) - 1) / last)] for i in range(last + 1))})
 
 
 def moments_of(search: Search, candidate: Candidate) -> dict[str, dict[str, int]]:
