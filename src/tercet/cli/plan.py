@@ -71,7 +71,7 @@ def register(app: typer.Typer) -> None:
         details: Annotated[
             bool, typer.Option("--details", help="Memory row by row, a step's parts, every refusal.")
         ] = False,
-        rows: Annotated[int, typer.Option(help="Strategies to show.", min=1)] = 6,
+        rows: Annotated[int | None, typer.Option(help="Strategies to show: 4, or 6 with --details.", min=1)] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     ) -> None:
         """Say what fits, how fast it is, and the command that runs it. Needs neither a GPU nor torch."""
@@ -107,7 +107,7 @@ def run(
     deepspeed_config: str | None,
     accelerate_config: str | None,
     write: str | None,
-    rows: int,
+    rows: int | None,
     details: bool,
     as_json: bool,
     output: str | None = None,

@@ -292,7 +292,9 @@ class NativeEngine(EngineBase):
         found = tuple(
             p.name for p in self.layout.parts if p.value.grad is not None and not p.value.grad.isfinite().all()
         )
-        scale = self._scaler.after(math.isfinite(result.loss)) if self._scaler else None
+        scale = None
+        if self._scaler:  # a loss that is not finite says nothing of the scale
+            scale = self._scaler.after(True) if math.isfinite(result.loss) else self._scaler.scale
         return replace(result, overflowed=found, loss_scale=scale)
 
     def _freeze(self, parts: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from tercet.inference.device import choose_device, on_device
 from tercet.inference.quantize import quantize
 from tercet.model.decoder import Decoder
 from tercet.spec.families import read_config, read_json_object
+from tercet.spec.run_folder import RunFolder
 from tercet.weights.adapters import base_of, is_adapter
 from tercet.weights.reading import load_model, model_place
 
@@ -75,7 +76,7 @@ class Served:
 def require_finished(path: Path) -> None:
     """Raise InputError for a run folder that holds no trained model yet."""
     if (path / "recipe.yaml").is_file() and not any((path / name).is_dir() for name in ("model", "adapter")):
-        raise InputError(f"{path} has no trained model yet", f"Finish it with: tercet train --resume {path}")
+        raise InputError(f"{path} has no trained model yet", f"Finish it with: {RunFolder(path).resume}")
 
 
 def tokenizer_place(place: Path) -> Path:

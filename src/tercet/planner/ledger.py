@@ -398,9 +398,13 @@ def swap_bytes(counts: Counts, job: Job) -> float:
     return (per_parameter + job.weight_bytes * ("weights" in job.nvme)) * counts.trained_parameters
 
 
+def save_bytes(trained_parameters: int, job: Job) -> float:
+    """Return a checkpoint's bytes: what the optimizer updates, fp32 unless there are no masters, and its moments."""
+    return (max(job.master_bytes, job.weight_bytes) + job.state_bytes) * trained_parameters
+
+
 def disk_rows(counts: Counts, job: Job, keep: int, model_bytes: float) -> Rows:
     """Return disk of checkpoints (weights in fp32, two moments; one more while publishing) and of the model."""
-    trained = counts.trained_parameters
-    one = (max(job.master_bytes, job.weight_bytes) + job.state_bytes) * trained
+    one = save_bytes(counts.trained_parameters, job)
     rows = {"checkpoint": int(one * (keep + 1)), "export": int(model_bytes * counts.parameters)}
     return {**rows, "swap": int(swap_bytes(counts, job))} if job.nvme else rows

@@ -15,23 +15,23 @@ LEAVE_FIRST = ("disk", "waiting", "MFU", "micro x accum", "time", "80 % within",
 WORTH_SAYING = 0.2  # chance of running out of memory that belongs beside the verdict
 
 
-def show(answer: dict[str, Any], rows: int = 6, width: int = 80, details: bool = False) -> str:
+def show(answer: dict[str, Any], rows: int | None = None, width: int = 80, details: bool = False) -> str:
     """Return what `tercet plan` prints; no line but the command is wider than `width`."""
     parts = [verdict(answer, width), head(answer, width)]
     if answer.get("read"):
         parts.append("\n".join(wrapped(line, width) for line in answer["read"]))
     strategies = answer["strategies"]
-    shown = rows if details else min(rows, 4)
+    shown = rows or (6 if details else 4)
     if strategies:
-        parts.append(strategy_table(strategies[: rows if details else shown], answer, width))
+        parts.append(strategy_table(strategies[:shown], answer, width))
         parts.append(memory_bars(strategies[0], width))
         if details:
-            parts += [memory_table(strategies[:rows], width), step_lines(strategies[0], answer, width)]
+            parts += [memory_table(strategies[:shown], width), step_lines(strategies[0], answer, width)]
         if len(strategies) > shown:
             parts.append(f"{len(strategies) - shown} more fit: --details, --rows {len(strategies)}, or --json")
     parts += [what_if_table(table, width) for table in answer.get("what_if", ())]
     if answer["refused"]:
-        limit = rows if details else 1 if strategies else 3
+        limit = shown if details else 1 if strategies else 3
         lines = refused_lines(answer["refused"], limit, details)
         cut = wrapped if details else one_line
         parts.append("\n".join(["Refused:", *(cut(line, width, "  ") for line in lines)]))

@@ -12,6 +12,7 @@ from tercet.report.cards import card_facts, card_warnings
 from tercet.report.compare import MOMENTS, ComparedRow, device_of, number, predicted_rows
 from tercet.report.sources import source_rows
 from tercet.report.story import Story
+from tercet.spec.run_folder import RunFolder
 from tercet.units import count_of, show_bytes, show_count, show_seconds
 
 MISSING = "–"
@@ -123,7 +124,7 @@ def notes_of(story: Story) -> list[dict[str, str]]:
         notes.append(
             {
                 "style": "",
-                "text": f"tercet train --resume {folder} goes on after step {newest.step}.",
+                "text": f"{RunFolder(Path(folder)).resume} goes on after step {newest.step}.",
             }
         )
     if story.damaged_lines:

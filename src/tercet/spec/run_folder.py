@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ class RunFolder:
     """Names of what lies in a run folder. Its format: docs/reference/run-folder.md."""
 
     path: Path
+
+    @property
+    def resume(self) -> str:
+        """The command that goes on with the run, as a shell reads it."""
+        return f"tercet train --resume {shlex.quote(str(self.path))}"
 
     @property
     def recipe(self) -> Path:
@@ -124,7 +130,7 @@ class RunFolder:
         try:
             return read_json(self.summary)
         except InputError as error:
-            hint = f"Remove it; tercet train --resume {self.path} then goes on from the newest checkpoint and writes it anew."
+            hint = f"Remove it; {self.resume} then goes on from the newest checkpoint and writes it anew."
             raise InputError(error.message, error.hint or hint) from None
 
     def read_plan(self) -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ class Disk:
             if not problem.full:
                 raise RunError(
                     f"{what} could not be written: {problem}",
-                    f"Earlier checkpoints are unharmed. Continue with: tercet train --resume {self._run.path}",
+                    f"What was saved before is unharmed. Continue with: {self._run.resume}",
                 )
             if self._policy == "stop" or any(self._world.meet(self._stop_requested())):
                 raise self._full(what, needed_bytes)
@@ -141,7 +141,7 @@ class Disk:
     def _full(self, what: str, needed_bytes: int) -> RunError:
         return RunError(
             self._shortage(what, needed_bytes),
-            f"Earlier checkpoints are unharmed. Free some space, then: tercet train --resume {self._run.path}",
+            f"What was saved before is unharmed. Free some space, then: {self._run.resume}",
         )
 
 

@@ -220,6 +220,8 @@ class Loop:
             self.record.event("skip", step=p.step, loss=repr(loss), grad_norm=repr(norm), where=where, **scale)
             if not stop:
                 self.record.say(f"{text}; the step was skipped ({p.step - p.updates} so far)")
+        if stop or too_many:
+            self._finish_save()  # one that is still being written, behind the steps, is whole before the run ends
         if stop:
             raise RunError(
                 f"{text}; stopped before the update",

@@ -15,9 +15,12 @@ from tercet.data.tokenizer import load as load_tokenizer
 from tercet.engine import Engine
 from tercet.errors import InputError, InterruptedRun, RunError
 from tercet.parallel.world import World
+from tercet.planner.job import of_strategy
+from tercet.planner.ledger import save_bytes
 from tercet.report.data_page import data_page
 from tercet.spec.recipe import Recipe
 from tercet.spec.run_folder import FORMAT, RunFolder
+from tercet.spec.strategy import Work
 from tercet.training.assembly import Assembled, assemble
 from tercet.training.checkpoint import Checkpoints
 from tercet.training.disk import Disk, agreed
@@ -28,7 +31,6 @@ from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
 
 SHOWN_CHATS = 10
-BYTES_PER_SAVED_PARAMETER = 12  # fp32 weights and two moments
 
 
 def run_rank(
@@ -59,7 +61,7 @@ def run_rank(
         if (loop.progress.step, "evaluation") in loop.failed:
             raise RunError(
                 "the model is trained, saved and written, but its last evaluation failed (see above)",
-                f"Evaluate it again with: tercet train --resume {run.path}",
+                f"Evaluate it again with: {run.resume}",
             )
         summarise(built, disk, loop, record, time.time() - begin)
     except InterruptedRun:
@@ -119,7 +121,8 @@ def _loop(
     at: Callable[[int, list[int]], None],
 ) -> Loop:
     recipe, spec, world, prepared, progress = built.recipe, built.spec, built.world, built.prepared, built.progress
-    needed_bytes = spec.trained_parameters * BYTES_PER_SAVED_PARAMETER
+    job = of_strategy(built.strategy, Work.of(recipe), spec.module)
+    needed_bytes = int(save_bytes(spec.trained_parameters, job))
     return Loop(
         built.engine,
         built.loader,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class Session:
                 self.finished = True
                 say(
                     f"{self._run.path} is finished: {summary['steps']} steps; nothing to resume. "
-                    f"More steps: tercet train --resume {shlex.quote(str(asked.resume))} train.steps={2 * summary['steps']}"
+                    f"More steps: {RunFolder(Path(asked.resume)).resume} train.steps={2 * summary['steps']}"
                 )
                 return
             ranks = ranks or (self._run.read_plan() or {}).get("strategy", {}).get("ranks")
@@ -166,7 +165,7 @@ class Session:
 
 
 def resume_command(run: RunFolder) -> str:
-    return f"Continue with: tercet train --resume {shlex.quote(str(run.path))}"
+    return f"Continue with: {run.resume}"
 
 
 def begun(run: RunFolder) -> int:
@@ -276,8 +275,12 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
         if any(path.exists() for path in (run.recipe, run.events, run.checkpoints)) and (
             has_trained(run) or not run.plan.exists()
         ):
+            raise InputError(f"{run.path} holds a run already", f"{resume_command(run)}; or give another folder.")
+        # What is trained would replace these at the end: no run has made them, for that would have trained.
+        if there := [path.name for path in (run.model, run.adapter) if path.exists() or path.is_symlink()]:
             raise InputError(
-                f"{run.path} holds a run already", f"Continue it with: tercet train --resume {wanted}; or give another."
+                f"{run.path} holds {' and '.join(there)}/, which no run of this folder has made and this one would replace",
+                "Give another: --output DIR.",
             )
         made = not run.path.exists()
         try:

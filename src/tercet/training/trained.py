@@ -58,6 +58,7 @@ class TrainedModel:
         publish(temporary, self._target)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        self._look_for_stop(self._world.meet((None, self._stop_requested())))  # all before the first tensor went well
         for named in self._engine.weights():
             yield named
             # Rank 0 may have written gigabytes in between: the others wait here, not in the next gathering.
@@ -65,11 +66,14 @@ class TrainedModel:
 
     def _follow(self) -> Problem | None:
         """Take part in the gathering until rank 0 has published the folder, or says what stopped it."""
-        for _ in self._engine.weights():
+        tensors = iter(self._engine.weights())
+        while True:
             outcomes = self._world.meet((None, self._stop_requested()))
             if outcomes[0][0] is not None:
                 return outcomes[0][0]
             self._look_for_stop(outcomes)
+            if next(tensors, None) is None:
+                break
         return self._world.meet((None, False))[0][0]
 
     def _look_for_stop(self, outcomes: list[tuple[Problem | None, bool]]) -> None:

@@ -1,0 +1,96 @@
+"""What a run writes replaces nobody's files, asks for the room it needs, and is whole before the run ends."""
+
+from __future__ import annotations
+
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.loops import Dealt, loop_of
+from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy
+
+from tercet.engine.scaling import LossScale
+from tercet.errors import InputError, TercetError
+from tercet.parallel.world import World
+from tercet.planner.job import of_strategy
+from tercet.planner.ledger import save_bytes
+from tercet.spec.recipe import build_recipe
+from tercet.spec.run_folder import RunFolder
+from tercet.spec.strategy import Work
+from tercet.training.session import new_run
+from tercet.training.trained import TrainedModel
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+ROWS = 3
+
+
+@pytest.mark.parametrize("name", ["model", "adapter"])
+def test_a_model_that_no_run_made_is_not_replaced(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "model.safetensors").write_bytes(b"of years")
+    with pytest.raises(InputError, match=f"holds {name}/, which no run"):
+        new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path))
+    (tmp_path / name).rename(tmp_path / "base")
+    (tmp_path / name).symlink_to(tmp_path / "base")
+    with pytest.raises(InputError, match=f"holds {name}/"):
+        new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path))
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == b"of years"
+
+
+def test_a_command_that_goes_on_is_read_by_a_shell_as_it_was_meant(tmp_path):
+    place = tmp_path / "my run; of today"
+    assert shlex.split(RunFolder(place).resume) == ["tercet", "train", "--resume", str(place)]
+
+
+@pytest.mark.parametrize(
+    ("word", "precision", "optimizer"),
+    [("single", "fp32", "adamw"), ("single", "bf16", "adamw"), ("single", "bf16-pure", "adamw-8bit")],
+)
+def test_the_room_asked_for_a_save_is_what_it_holds(tmp_path, word, precision, optimizer):
+    model = tiny_model(width=256, heads=4, ffn=512)
+    strategy = tiny_strategy(word, 1, ROWS, 1)
+    engine = tiny_engine(ALONE, strategy, precision, model, name=optimizer)
+    engine.step(micro_batches(0, 0, 1, 1, ROWS), 1e-2)
+    engine.save(tmp_path).wait()
+    held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    asked = save_bytes(model.trained_parameters, of_strategy(strategy, Work(16, ROWS, precision, optimizer)))
+    assert held == pytest.approx(asked, rel=0.05)
+
+
+def test_a_loss_that_is_not_finite_says_nothing_of_the_scale():
+    engine = tiny_engine(ALONE, tiny_strategy("single", 1, ROWS, 1), "fp16")
+    engine._scaler = LossScale(2.0**10, 999)
+    engine.module.model.norm.register_forward_hook(lambda module, inputs, out: out * float("nan"))
+    assert not engine.step(micro_batches(0, 0, 1, 1, ROWS), 1e-2).updated
+    assert engine._scaler == LossScale(2.0**10, 999)
+
+
+def test_a_save_behind_the_steps_is_whole_before_a_bad_step_ends_the_run():
+    engine = tiny_engine(ALONE, tiny_strategy("single", 1, ROWS, 1))
+    engine.module.model.norm.register_forward_hook(lambda module, inputs, out: out * float("nan"))
+    loop = loop_of(ALONE, engine, Dealt(ROWS), 3)
+    finished = []
+    loop.checkpoints = SimpleNamespace(finish=lambda: finished.append(loop.progress.step))  # type: ignore[assignment]
+    with pytest.raises(TercetError, match="stopped before the update"):
+        loop._step()
+    assert finished == [1]
+
+
+def refused_by_rank_0(world: World, folder, tensors_first: int):
+    """Rank 0 cannot write, before the first tensor or after some; return what each rank is told."""
+    engine = tiny_engine(world, tiny_strategy("zero3", world.size, ROWS, 1))
+
+    def save(target, tensors) -> None:
+        for _ in range(tensors_first):
+            next(tensors)
+        raise OSError(28, "No space left on device")
+
+    return str(TrainedModel(folder / "model", world, engine, save, lambda: False).attempt(1))
+
+
+@pytest.mark.parametrize("tensors_first", [0, 2])
+@pytest.mark.timeout(60)
+def test_all_ranks_hear_that_the_model_cannot_be_written(pools, tmp_path, tensors_first):
+    told = pools[3].run(refused_by_rank_0, tmp_path, tensors_first)
+    assert len(set(told)) == 1 and "No space left" in told[0]
