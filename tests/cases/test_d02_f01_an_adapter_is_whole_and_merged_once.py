@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tercet import load_model
 from tercet.errors import InputError
@@ -134,3 +134,17 @@ def test_what_cannot_be_added_is_refused(trained: Cli, tmp_path: Path, change, s
     (folder / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(InputError, match=says):
         load_model(folder)
+
+
+@pytest.mark.slow
+def test_an_adapter_does_not_go_on_over_another_base(trained: Cli):
+    """A checkpoint holds what is trained and nothing of the base: one that was replaced would change the model in silence."""
+    (weights,) = (trained.folder / "base").glob("*.safetensors")
+    before, tensors = weights.read_bytes(), load_file(weights)
+    try:
+        save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-3}, weights, {"format": "pt"})
+        done = trained.run("train", "--resume", "run", "train.steps=5", code=2)
+        assert "have changed since this run began" in done.stderr
+    finally:
+        weights.write_bytes(before)
+    trained.run("train", "--resume", "run", "train.steps=5")

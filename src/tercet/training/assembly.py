@@ -31,7 +31,8 @@ from tercet.training.loop import Progress
 from tercet.training.record import preparation_bar
 from tercet.training.schedule import schedule_remarks
 from tercet.training.swap import swap_folder
-from tercet.weights.reading import stored_weights
+from tercet.weights.fingerprint import fingerprint
+from tercet.weights.reading import model_place, stored_weights
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Assembled:
     total_steps: int
     engine: Engine
     progress: Progress
+    base: str | None  # fingerprint of the weights that are not trained, which no checkpoint holds
 
 
 def assemble(
@@ -76,8 +78,16 @@ def assemble(
     world.meet()  # whoever prepared the data
     engine = _engine(recipe, run, spec, strategy, prepared, world)
     world.meet()  # one rank's weights may come from a slower disk
-    progress = _resume(run, engine, world, say)
-    return Assembled(recipe, run, world, spec, strategy, prepared, kept, loader, total_steps, engine, progress)
+    base = _base(recipe, spec, world)
+    progress = _resume(run, engine, world, say, base, recipe.model.path)
+    return Assembled(recipe, run, world, spec, strategy, prepared, kept, loader, total_steps, engine, progress, base)
+
+
+def _base(recipe: Recipe, spec: Model, world: World) -> str | None:
+    """Return the fingerprint of a model of which only a part is trained and saved; rank 0 looks, all get it."""
+    if recipe.model.path is None or recipe.model.init == "random" or spec.trained_parameters == spec.parameters:
+        return None
+    return world.meet(fingerprint(model_place(recipe.model.path)) if world.rank == 0 else None)[0]
 
 
 def prepare_data(
@@ -151,7 +161,9 @@ def _engine(
     )
 
 
-def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], None]) -> Progress:
+def _resume(
+    run: RunFolder, engine: Engine, world: World, say: Callable[[str], None], base: str | None, path: str | None
+) -> Progress:
     """Restore the newest complete checkpoint, all of it or nothing; step 0 when none was ever published."""
     found = find_checkpoint(run.checkpoints, world)
     if found is None:
@@ -160,6 +172,11 @@ def _resume(run: RunFolder, engine: Engine, world: World, say: Callable[[str], N
         return Progress()
     for reason in found.skipped:
         say(f"passed over a checkpoint that is not complete: {reason}")
+    if found.state.get("base", base) != base:
+        raise InputError(
+            f"model.path: the weights of {path} have changed since this run began; what it has trained belongs to the others",
+            "Put those back, or begin a new run on these.",
+        )
     restored = engine.load(found.folder)
     world.meet()  # ranks read different files
     if world.rank == 0:
