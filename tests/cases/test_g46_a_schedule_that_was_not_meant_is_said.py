@@ -25,6 +25,8 @@ def test_said_with_what_was_probably_meant(optim, steps, words):
     (remark,) = schedule_remarks(OptimSection(**optim), steps)
     for word in words:
         assert word in remark
+    if "=" in words[-1]:  # the key with its value, and no digit more
+        assert remark.endswith(words[-1])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])

@@ -18,7 +18,7 @@ from tercet.planner.ledger import save_bytes
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Work
-from tercet.training.session import new_run
+from tercet.training.session import FIXED_ON_RESUME, changed_keys, new_run, refuse_changes
 from tercet.training.trained import TrainedModel
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -36,6 +36,26 @@ def test_a_model_that_no_run_made_is_not_replaced(tmp_path, name):
     with pytest.raises(InputError, match=f"holds {name}/"):
         new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path))
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == b"of years"
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ("model", "model.layers=3"),
+        ("data", "data.sequence_tokens=64"),
+        ("train.seed", "train.seed=5"),
+        ("train.batch_sequences", "train.batch_sequences=8"),
+        ("train.freeze", "train.freeze=[lm_head]"),
+        ("adapter", "adapter.kind=lora"),
+    ],
+)
+def test_what_decides_a_run_is_not_changed_when_it_goes_on(part, key):
+    assert part in FIXED_ON_RESUME
+    before = build_recipe({"model": "first-light", "data": {"train": "x"}})
+    after = build_recipe({"model": "first-light", "data": {"train": "x"}}, [key, "optim.lr=1e-5"])
+    with pytest.raises(InputError) as refused:
+        refuse_changes(changed_keys(before, after))
+    assert key.partition("=")[0] in refused.value.message and "optim.lr" not in refused.value.message
 
 
 def test_a_command_that_goes_on_is_read_by_a_shell_as_it_was_meant(tmp_path):

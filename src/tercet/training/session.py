@@ -258,8 +258,8 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]]) -> None:
     if fixed:
         sentences = [f"{k} was {changes[k][0]} and would be {changes[k][1]}" for k in fixed]
         raise InputError(
-            "a resumed run cannot change " + "; ".join(sentences),
-            "Model, data, seed and effective batch decide what the run is. Start a new run for that.",
+            f"a resumed run cannot change this: {'; '.join(sentences)}",
+            "Model, adapter, what is frozen, data, seed and effective batch decide what the run is. Start a new run for that.",
         )
 
 
