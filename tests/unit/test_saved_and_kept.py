@@ -18,8 +18,10 @@ from tercet.planner.ledger import save_bytes
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Work
+from tercet.training.finish import _own_tokenizer
 from tercet.training.session import FIXED_ON_RESUME, changed_keys, new_run, refuse_changes
 from tercet.training.trained import TrainedModel
+from tercet.weights.writing import copy_tokenizer
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 ROWS = 3
@@ -114,3 +116,12 @@ def refused_by_rank_0(world: World, folder, tensors_first: int):
 def test_all_ranks_hear_that_the_model_cannot_be_written(pools, tmp_path, tensors_first):
     told = pools[3].run(refused_by_rank_0, tmp_path, tensors_first)
     assert len(set(told)) == 1 and "No space left" in told[0]
+
+
+def test_the_model_gets_the_runs_own_tokenizer_though_the_cache_is_gone(tmp_path):
+    built = SimpleNamespace(run=RunFolder(tmp_path), prepared=SimpleNamespace(tokenizer_folder=tmp_path / "cleared"))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    copy_tokenizer(_own_tokenizer(built), tmp_path / "model")  # type: ignore[arg-type]
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tercet import __version__
+from tercet.data.kept import TOKENIZER
 from tercet.parallel.world import World
 from tercet.spec.families.where import locate
 from tercet.spec.recipe import Recipe
@@ -46,7 +47,7 @@ def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> No
             spec,
             tensors,
             dtype,
-            prepared.tokenizer_folder,
+            _own_tokenizer(built),
             ids,
             source=locate(recipe.model.path) if recipe.model.path else None,
             new_tokenizer=recipe.data.tokenizer != "model",
@@ -56,12 +57,18 @@ def write_model(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> No
     disk.write("the trained model", spec.parameters * dtype.itemsize, model.attempt)
 
 
+def _own_tokenizer(built: Assembled) -> Path:
+    """Return the run's own copy: the cache's may be gone when the run ends."""
+    own = built.run.path / TOKENIZER
+    return own if own.is_dir() else built.prepared.tokenizer_folder
+
+
 def _write_adapter(built: Assembled, disk: Disk, stopped: Callable[[], bool]) -> None:
     base, spec = built.recipe.model.path, built.spec
     assert base is not None
 
     def save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        save_adapter(folder, spec, tensors, base, built.prepared.tokenizer_folder)
+        save_adapter(folder, spec, tensors, base, _own_tokenizer(built))
 
     adapter = TrainedModel(built.run.adapter, built.world, built.engine, save, stopped)
     disk.write("the trained adapter", 4 * spec.trained_parameters, adapter.attempt)
