@@ -30,7 +30,7 @@ def test_the_effective_batch_is_printed():
     text = "\n".join(said)
     assert "micro-batch 2 x accumulation 43 x ranks 3" in text
     assert "effective batch 256 sequences (4096 tokens)" in text
-    assert "2 of 258 places" in text
+    assert "2 of 258 sequences in each step are empty" in text
     assert "252 or 258" in text
 
 

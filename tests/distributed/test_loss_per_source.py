@@ -107,9 +107,12 @@ def test_events_tensorboard_and_report_show_it(pools, tmp_path):
     assert f"{source_rows(story.sources, story.steps)[2]['last']:.4f}" in page
 
 
-def test_a_resumed_run_goes_on(tmp_path):
+def test_a_resumed_run_goes_on(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # TensorBoard reads its files by name: second, host, process, and a number that counts within the process.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     run = RunFolder(tmp_path)
     step = {"grad_norm": 1.0, "lr": 1e-3, "tokens": 10, "seconds": 0.1, "tokens_per_second": 100.0}
     for first, last, mark in ((0, 6, 1.0), (4, 8, 2.0)):

@@ -173,8 +173,9 @@ def test_a_template_without_an_equal_is_refused_before_anything_is_written(tmp_p
 @pytest.mark.parametrize("format", ["hf", "gguf", "ollama"])
 def test_an_output_that_is_there_is_refused_before_anything_is_loaded(format, tmp_path):
     (tmp_path / "out").write_text("kept")
+    (tmp_path / "no model in here").mkdir()
     with pytest.raises(InputError, match="out exists"):
-        run(tmp_path / "no model is here", "--format", format, "--output", tmp_path / "out")
+        run(tmp_path / "no model in here", "--format", format, "--output", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "kept"
 
 

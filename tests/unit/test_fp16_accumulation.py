@@ -50,6 +50,9 @@ def test_pytorch_is_told(monkeypatch, wanted):
     recipe = build_recipe(
         {"model": "first-light", "data": {"train": "-"}, "train": {**FP16, "fp16_accumulation": wanted}}
     )
-    strategy, data = SimpleNamespace(on_nvme=False), SimpleNamespace(vocabulary=9, stop_ids=())
+    strategy, data = (
+        SimpleNamespace(on_nvme=False),
+        SimpleNamespace(vocabulary=9, stop_ids=(), train=SimpleNamespace(sources=["x"])),
+    )
     assert assembly._engine(recipe, None, None, strategy, data, None) == "fp16"
     assert flags.matmul.allow_fp16_accumulation is wanted

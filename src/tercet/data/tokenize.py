@@ -78,7 +78,7 @@ def encode_stream(
     join = _Joiner(tokenizer)
     running: deque[tuple[list[Part], Future[list[np.ndarray]]]] = deque()
     with Encoders(Words(tokenizer), characters) as encoders:
-        for batch in batches(_cut(parts, piece, join.space)):
+        for batch in batches(_cut(parts, piece, join.space), BATCH_CHARACTERS):
             running.append((batch, encoders.submit([p.text for p in batch])))
             if len(running) > encoders.count:
                 done, future = running.popleft()
@@ -100,7 +100,7 @@ def joint(tokenizer: Tokenizer) -> str | None:
     return "drop" if whole == left + dropped else None
 
 
-def batches(parts: Iterable[Part], characters: int = BATCH_CHARACTERS) -> Iterator[list[Part]]:
+def batches(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
     """Yield parts in lists of about `characters`."""
     batch: list[Part] = []
     size = 0
