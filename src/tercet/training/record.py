@@ -30,10 +30,14 @@ PLAIN_SECONDS = 5.0  # between two plain lines when the console is no terminal
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a file atomically: readers see the old content or the new, never a part."""
+    replace_file(path, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old content or the new, never a part, after a power cut too."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -237,9 +241,7 @@ def trim_events(run: RunFolder, step: int, done_there: Collection[str]) -> None:
         return there < step or (there == step and (row["event"] not in FOLLOWING or row["event"] in done_there))
 
     content = b"".join(orjson.dumps(row) + b"\n" for row in run.read_events() if stays(row))
-    temporary = run.events.with_name(".events.jsonl.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, run.events)
+    replace_file(run.events, content)
 
 
 def safe_console(file: io.TextIOBase | TextIO) -> Console:

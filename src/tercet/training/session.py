@@ -150,8 +150,10 @@ class Session:
     def _end(self, error: BaseException | None) -> None:
         run = self.run
         if error is not None and self._before and begun(run) == self._begun_before:
+            from tercet.training.record import replace_file
+
             for path, content in self._before.items():  # refused before a step: the run stays what it was
-                path.write_bytes(content)
+                replace_file(path, content)
         never_began = isinstance(error, InputError | NotLegalError | InterruptedRun) and not has_trained(run)
         if self._made and never_began:
             # Nothing to look at and nothing to resume: a leftover would only get in the way of the next start.
@@ -302,9 +304,7 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
 
 
 def write_run(run: RunFolder, recipe: Recipe, plan: dict[str, Any]) -> None:
-    from tercet.training.record import write_json
+    from tercet.training.record import replace_file, write_json
 
     write_json(run.plan, plan)
-    temporary = run.path / ".recipe.tmp"
-    temporary.write_text(recipe.to_yaml(), encoding="utf-8")
-    temporary.replace(run.recipe)
+    replace_file(run.recipe, recipe.to_yaml().encode())
