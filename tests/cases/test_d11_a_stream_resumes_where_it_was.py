@@ -191,3 +191,22 @@ def test_what_needs_the_whole_set_is_refused(tmp_path, keys, word):
     data = section(tmp_path, str(file), **{"tokenizer": "nowhere", "stream": True, **keys})
     with pytest.raises(InputError, match=word):
         prepare(data, vocabulary=300, model_tokenizer=None, seed=0)
+
+
+def test_a_part_that_another_run_drops_is_prepared_again(tmp_path, small_parts, no_helpers, monkeypatch):
+    made = opened(tmp_path)
+    fill, calls = stream.cache.fill, []
+
+    def and_dropped_at_once(*arguments):
+        found = fill(*arguments)
+        calls.append(arguments[1])
+        if len(calls) == 1:  # between what one run finds and what it opens
+            made.stream.builder.drop(0, 0)
+        return found
+
+    monkeypatch.setattr(stream.cache, "fill", and_dropped_at_once)
+    rows = made.stream.builder.rows(0, 0, lambda text: None)
+    assert len(calls) == 2 and len(rows) > 0
+    made.stream.builder.drop(0, 0)
+    made.stream.builder.drop(0, 0)  # the other run's
+    assert len(rows.row(0)[0]) > 0  # open ones are read on

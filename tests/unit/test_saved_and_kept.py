@@ -18,8 +18,9 @@ from tercet.planner.ledger import save_bytes
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Work
+from tercet.training.disk import remove_leftovers
 from tercet.training.finish import _own_tokenizer
-from tercet.training.session import FIXED_ON_RESUME, changed_keys, new_run, refuse_changes
+from tercet.training.session import FIXED_ON_RESUME, begun, changed_keys, new_run, refuse_changes, remove_start
 from tercet.training.trained import TrainedModel
 from tercet.weights.writing import copy_tokenizer
 
@@ -38,6 +39,53 @@ def test_a_model_that_no_run_made_is_not_replaced(tmp_path, name):
     with pytest.raises(InputError, match=f"holds {name}/"):
         new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path))
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == b"of years"
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.json", "tokenizer/tokenizer.json", "sources.json", "tensorboard/x", "report.html"]
+)
+def test_a_folder_with_files_under_a_runs_names_is_not_taken(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"somebody's")
+    with pytest.raises(InputError, match=name.partition("/")[0]):
+        new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path))
+    remove_start(RunFolder(tmp_path))
+    assert (tmp_path / name).read_bytes() == b"somebody's"
+
+
+def test_a_start_of_ours_is_taken_over(tmp_path):
+    for name in ("recipe.yaml", "plan.json", "data.json", "report.html"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert new_run(build_recipe({"data": {"train": "x"}}), str(tmp_path)) == (RunFolder(tmp_path), False)
+
+
+def test_what_a_save_left_goes_and_what_it_was_to_replace_stays(tmp_path):
+    run = RunFolder(tmp_path)
+    for name in (
+        ".model.tmp",
+        ".model.replaced.tmp",
+        "checkpoints/.step-000004.tmp",
+        "checkpoints/step-000004",
+        ".my.tmp",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+    remove_leftovers(run)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert left == {"checkpoints", "checkpoints/step-000004", "model", ".my.tmp"}
+
+
+def test_a_restart_is_known_though_it_undoes_an_earlier_one(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def write(*rows: tuple[str, int, float]) -> None:
+        run.events.write_text("".join(f'{{"event":"{e}","step":{s},"time":{t}}}\n' for e, s, t in rows))
+
+    write(("start", 0, 1.0), ("resume", 20, 2.0))
+    before = begun(run)
+    write(("start", 0, 1.0), ("resume", 10, 3.0))  # of an earlier checkpoint: the one at step 20 is forgotten
+    assert not begun(run) <= before
+    write(("start", 0, 1.0))
+    assert begun(run) <= before
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ found without preparing what comes before it, so resuming costs one part, wherev
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import shutil
 import subprocess
@@ -60,16 +61,22 @@ class Builder:
             except NothingLeft:
                 return {"train": []}
 
-        manifest, _ = cache.fill(self.folder, name, build, say)
-        if not manifest["train"]:
-            return None
-        weights = manifest["palette"]
-        tokens, dtype = manifest["sequence_tokens"], manifest["dtype"]
-        found = Rows(self.folder / name, manifest["train"][0], tokens, dtype, weights and tuple(weights))
-        return found.opened()
+        while True:
+            manifest, _ = cache.fill(self.folder, name, build, say)
+            if not manifest["train"]:
+                return None
+            weights = manifest["palette"]
+            tokens, dtype = manifest["sequence_tokens"], manifest["dtype"]
+            found = Rows(self.folder / name, manifest["train"][0], tokens, dtype, weights and tuple(weights))
+            with contextlib.suppress(FileNotFoundError):  # another run of the same data has dropped it just now
+                return found.opened()
 
     def drop(self, source: int, part: int) -> None:
-        shutil.rmtree(self.folder / f"{source}-{part:06d}", ignore_errors=True)
+        """Remove a part; whoever has it open reads on, and whoever finds it finds the whole of it or nothing."""
+        doomed = self.folder / f"{source}-{part:06d}.{os.getpid()}.dropped"
+        with contextlib.suppress(OSError):  # another run was first
+            (self.folder / f"{source}-{part:06d}").rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 @dataclass

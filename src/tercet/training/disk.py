@@ -24,6 +24,7 @@ from tercet.units import show_bytes
 
 POLL_SECONDS = 2.0  # between two looks at a full disk
 LONGEST_PAUSE_SECONDS = 60.0  # between two attempts that each ran into a full disk
+REPLACED = ".replaced"  # in the name of what a new folder takes the place of
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,14 @@ class Disk:
 
 def remove_leftovers(run: RunFolder) -> None:
     """Remove what a save that failed or was killed has left behind under temporary names. Rank 0 alone."""
-    for folder in (run.checkpoints, run.path):
-        for leftover in folder.glob(".*.tmp"):
-            with suppress(OSError):  # then the next attempt says what stands in the way
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    trained = [path.with_name(f".{path.name}{end}.tmp") for path in (run.model, run.adapter) for end in ("", REPLACED)]
+    for leftover in (*run.checkpoints.glob(".step-*.tmp"), *trained):
+        named = leftover.with_name(leftover.name[1:].removesuffix(f"{REPLACED}.tmp"))
+        with suppress(OSError):  # then the next attempt says what stands in the way
+            if leftover.name.endswith(f"{REPLACED}.tmp") and leftover.exists() and not named.exists():
+                leftover.rename(named)  # a kill between publish's two renames: what was there stays
+            elif leftover.exists():
+                shutil.rmtree(leftover)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -165,7 +170,7 @@ def publish(temporary: Path, final: Path) -> None:
     """Give a complete folder its name; what had that name before stays until then. Files must be synced already."""
     sync_folder(temporary)
     if final.exists():
-        replaced = final.with_name(f".{final.name}.replaced.tmp")
+        replaced = final.with_name(f".{final.name}{REPLACED}.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
         temporary.rename(final)

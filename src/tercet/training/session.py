@@ -54,7 +54,7 @@ class Session:
         self._say, self._early, self._made = say, [], False
         self._asked, self.changes = asked, {}
         self._before: dict[Path, bytes] = {}  # of a run that goes on: files as they were
-        self._begun_before = 0
+        self._begun_before: set[float] = set()
         self.finished = False
         self._run: RunFolder | None = None
         self._lock: RunLock | None = None
@@ -149,7 +149,7 @@ class Session:
 
     def _end(self, error: BaseException | None) -> None:
         run = self.run
-        if error is not None and self._before and begun(run) == self._begun_before:
+        if error is not None and self._before and begun(run) <= self._begun_before:
             from tercet.training.record import replace_file
 
             for path, content in self._before.items():  # refused before a step: the run stays what it was
@@ -170,9 +170,9 @@ def resume_command(run: RunFolder) -> str:
     return f"Continue with: {run.resume}"
 
 
-def begun(run: RunFolder) -> int:
-    """Return how often the ranks of this run have come to their first step."""
-    return sum(event["event"] in ("start", "resume") for event in run.read_events())
+def begun(run: RunFolder) -> set[float]:
+    """Return when the ranks of this run have come to their first step. A resumed run forgets those that it undoes."""
+    return {event.get("time", 0.0) for event in run.read_events() if event["event"] in ("start", "resume")}
 
 
 def has_trained(run: RunFolder) -> bool:
@@ -189,7 +189,7 @@ def remove_start(run: RunFolder) -> None:
     """Remove what a start that never came to a step has left, and nothing else. Call with the lock held."""
     from tercet.data.kept import FILE, TOKENIZER
 
-    if not run.plan.exists():  # somebody's folder, not a start of ours
+    if not (run.plan.exists() and run.recipe.exists()):  # somebody's folder, not a start of ours
         return
     for path in (run.recipe, run.plan, run.data, run.data_page, run.events, run.ds_config, run.report, run.path / FILE):
         path.unlink(missing_ok=True)
@@ -278,10 +278,9 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
             has_trained(run) or not run.plan.exists()
         ):
             raise InputError(f"{run.path} holds a run already", f"{resume_command(run)}; or give another folder.")
-        # What is trained would replace these at the end: no run has made them, for that would have trained.
-        if there := [path.name for path in (run.model, run.adapter) if path.exists() or path.is_symlink()]:
+        if there := _foreign(run):
             raise InputError(
-                f"{run.path} holds {' and '.join(there)}/, which no run of this folder has made and this one would replace",
+                f"{run.path} holds {', '.join(there)}, which no run of this folder has made and this one would replace",
                 "Give another: --output DIR.",
             )
         made = not run.path.exists()
@@ -303,8 +302,20 @@ def new_run(recipe: Recipe, output: str | None) -> tuple[RunFolder, bool]:
             raise InputError(f"{file_error(error) or error}", "Give another: --output DIR.") from None
 
 
+def _foreign(run: RunFolder) -> list[str]:
+    """Return what lies in a folder under names that a run writes and that no start has made there."""
+    from tercet.data.kept import FILE, TOKENIZER
+
+    trained = [run.model, run.adapter]  # a start that came so far would have trained, and is not taken over
+    begun = [run.plan, run.data, run.data_page, run.ds_config, run.summary, run.report, run.tensorboard]
+    begun += [run.path / FILE, run.path / TOKENIZER]
+    paths = trained if run.recipe.exists() and run.plan.exists() else [*trained, *begun]
+    there = [path for path in paths if path.exists() or path.is_symlink()]
+    return [f"{path.name}/" if path.is_dir() else path.name for path in there]
+
+
 def write_run(run: RunFolder, recipe: Recipe, plan: dict[str, Any]) -> None:
     from tercet.training.record import replace_file, write_json
 
-    write_json(run.plan, plan)
     replace_file(run.recipe, recipe.to_yaml().encode())
+    write_json(run.plan, plan)
