@@ -29,6 +29,7 @@ from tercet.training.loop import Loop
 from tercet.training.record import Recorder, write_json
 from tercet.training.schedule import further_terms
 from tercet.training.stop import Stop
+from tercet.training.untrained import untrained_marks
 
 SHOWN_CHATS = 10
 
@@ -53,6 +54,8 @@ def run_rank(
         built = assemble(recipe, run, world, say, console, accept_changed_data)
     disk = Disk(run, built.world, recipe.output.disk_full, say if world.rank == 0 else lambda text: None, stopped)
     record = _open_record(built, disk, console)
+    if record is not None and (untrained := untrained_marks(recipe, built.spec, built.prepared)):
+        record.warn(untrained)
     loop = _loop(built, disk, record, stopped, at)
     try:
         loop.run()
