@@ -34,10 +34,13 @@ def test_rank_step_and_cause(cli, place):
     assert gone(ranks)
     last = done.stderr.strip().splitlines()
     assert "ValueError: the cause of it all" in last[-2]
-    assert last[-2].startswith("error: rank 1, step ")
+    where = (
+        "error: the checkpoint of step 4 could not be written: rank 1: " if place == "save" else "error: rank 1, step "
+    )
+    assert last[-2].startswith(where)
     if place == "forward":
         assert "rows" in last[-2]
-    assert "rank-1.log" in last[-1]
+    assert ("tercet train --resume" if place == "save" else "rank-1.log") in last[-1]
     assert "the cause of it all" in (cli.folder / "run" / "logs" / "rank-1.log").read_text()
 
 

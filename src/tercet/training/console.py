@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import stat
 import threading
 from queue import SimpleQueue
 from typing import TextIO
@@ -13,16 +14,21 @@ WAITING_LINES = 1000  # for a console that does not take them (a paused terminal
 DRAIN_SECONDS = 2.0
 
 
+def _is_null(descriptor: int) -> bool:
+    found, null = os.fstat(descriptor), os.stat(os.devnull)
+    return stat.S_ISCHR(found.st_mode) and found.st_rdev == null.st_rdev
+
+
 class ConsoleFile(io.TextIOBase):
     """A text file over a descriptor that never raises and never blocks its writer.
 
-    A thread does the writing. What a console does not take, because it is gone (a closed terminal, `| head`) or
-    paused, goes to `log`.
+    A thread does the writing. What a console does not take, because it is gone (a closed terminal, `| head`), paused or
+    the null device, goes to `log`.
     """
 
     def __init__(self, descriptor: int, encoding: str | None = None, log: TextIO | None = None):
         self._descriptor, self._encoding, self._log = descriptor, encoding or "utf-8", log
-        self._gone = False
+        self._gone = _is_null(descriptor)
         # Not Queue: a signal's handler may write too, in the middle of another write.
         self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
         threading.Thread(target=self._serve, name="console", daemon=True).start()

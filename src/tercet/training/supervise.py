@@ -161,8 +161,6 @@ class _Ranks:
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=None if _is_open(1) else subprocess.DEVNULL,
-            stderr=None if _is_open(2) else subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(self._pipe.write_end,),
         )
@@ -202,11 +200,3 @@ class _Ranks:
                 process.kill()
         for process in self._ranks:
             process.wait()
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
