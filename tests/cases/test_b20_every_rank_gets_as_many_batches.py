@@ -1,4 +1,4 @@
-"""B20, the data's half: uneven ends never give one rank a batch more; idle places carry nothing."""
+"""B20, the data's half: uneven ends never give one rank a batch more; padding rows carry nothing."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def last_loss(world: World, word: str, rows: int, micro: int) -> tuple[float, fl
 
 @pytest.mark.parametrize("word", ["ddp", "zero3"])
 @pytest.mark.parametrize("rows", [4, 5])
-def test_idle_places_of_the_only_micro_batch_weigh_nothing(pools, word, rows):
+def test_padding_rows_of_the_only_micro_batch_weigh_nothing(pools, word, rows):
     """Micro-batch 2 on three ranks makes six places for four or five rows: one rank has none, or half of its own."""
     assert not why_not(tiny_model(), tiny_strategy(word, 3, rows, 2), Work(16, rows))
     (alone,) = pools[1].run(last_loss, "ddp", rows, rows)

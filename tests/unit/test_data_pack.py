@@ -50,13 +50,13 @@ def test_lengths_out_of_range_are_refused():
 def test_no_token_is_lost_and_no_document_cut_that_fits(tmp_path_factory, texts, rule):
     capacity = 10
     writer = Writer(tmp_path_factory.mktemp("rows"), "train-0", capacity, np.uint16)
-    befell = []
+    done = []
     for ids in texts:
         half = len(ids) // 2
         writer.append(np.array(ids[:half], dtype=np.uint32))
         writer.append(np.array(ids[half:], dtype=np.uint32))
-        befell.append(writer.end(rule))
-    assert befell == [rule if len(t) > capacity else None for t in texts]
+        done.append(writer.end(rule))
+    assert done == [rule if len(t) > capacity else None for t in texts]
     wanted = []
     for ids in texts:
         if len(ids) <= capacity:

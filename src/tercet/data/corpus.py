@@ -133,7 +133,7 @@ def check(
     """Read every row of every source and divide the documents into training and validation.
 
     `validation`: a fraction of the training documents, chosen by the hash of their text, so that equal
-    texts land on one side; or sources of their own; or None. `progress(n)` hears of every file's bytes once
+    texts land on one side; or sources of their own; or None. `progress(n)` is told every file's bytes once
     it has been read. Raises InputError that lists the first faults and all counts when `bad_rows` is
     "stop", when a file cannot be read to its end, or when no usable row is left.
     """

@@ -134,11 +134,11 @@ class Encoding:
                 writer.append(end)
             if side == TRAIN and not tag.stream:
                 self.long.text(writer.current)
-            befell = writer.end("split" if tag.stream else self.data.long_rows)
-            if befell == "drop":
+            done = writer.end("split" if tag.stream else self.data.long_rows)
+            if done == "drop":
                 self._drop(findings, side, TOO_LONG, tag)
-            elif befell is not None and not tag.stream:
-                findings.seen[f"long rows {befell}"] += 1
+            elif done is not None and not tag.stream:
+                findings.seen[f"long rows {done}"] += 1
 
     def _chats(self, side: int, writers: list[Writer], findings: Findings, job: ChatJob, palette: Palette) -> None:
         """Encode the chats, batch by batch. One row may be several documents; it is dropped when none of them is kept."""

@@ -33,8 +33,8 @@ class Batch:
     -100 where nothing is trained; this is the only place in Tercet that shifts. `positions` (B, T) int64:
     from 0 within each document. `documents` (n+1,) int32: where documents begin in the flattened B·T
     tokens, and the end; borders of rows are borders of documents. `rows`: number of the sample in each
-    place, -1 for an idle place. `weights` (B, T) float32: by how much each label counts in the loss; None: by 1.
-    `sources`: the number of each row's source, -1 for an idle place; None where rows are of one.
+    place, -1 for a padding row. `weights` (B, T) float32: by how much each label counts in the loss; None: by 1.
+    `sources`: the number of each row's source, -1 for a padding row; None where rows are of one.
     """
 
     input_ids: Tensor
@@ -114,7 +114,7 @@ class Loader:
     def evaluation(self, *, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
         """Yield a data rank's share of the held-out rows, in their order: each row once over all ranks.
 
-        Every rank gets the same number of batches; idle places fill up the last. Nothing when nothing is
+        Every rank gets the same number of batches; padding rows fill up the last. Nothing when nothing is
         held out.
         """
         if self.validation is not None:

@@ -160,7 +160,7 @@ class Writer:
     def end(self, rule: str) -> str | None:
         """Close the current document. `rule` for one that is longer than a row: drop, cut or split.
 
-        Returns what befell it ("drop", "cut", "split"), or None when it fits.
+        Returns what was done with it ("drop", "cut", "split"), or None when it fits.
         """
         length = self.current
         self.full_lengths.append(length)

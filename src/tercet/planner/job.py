@@ -68,7 +68,7 @@ class Job:
     host_resident: bool = False  # strategy host: weights, gradients and states live on the host (planner/host.py)
     flat_buffers: bool = False  # zero 0 of ours: one flat gradient buffer, allocated for the engine's life
     exact: bool = False  # our native engine: rows are what it holds
-    idle_share: float = 0.0  # places of the last micro-batches that hold no row
+    padding_share: float = 0.0  # share of the rows computed that only fill up the last micro-batches
 
     @property
     def tokens(self) -> int:
@@ -78,7 +78,7 @@ class Job:
     @property
     def step_tokens(self) -> float:
         """Tokens of rows that count, of one optimizer step over all ranks."""
-        return self.tokens * self.accumulation * self.data_ranks * (1 - self.idle_share)
+        return self.tokens * self.accumulation * self.data_ranks * (1 - self.padding_share)
 
     @property
     def data_ranks(self) -> int:
@@ -193,7 +193,7 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         # FSDP2 holds the shards once, with their gradients and the optimizer: there is no second copy of the weights.
         offload = offload - {"weights"} | {"optimizer", "gradients"}
     accumulation = strategy.accumulation(work.batch_sequences)
-    places = accumulation * strategy.mesh.data_ranks * strategy.micro_batch
+    rows = accumulation * strategy.mesh.data_ranks * strategy.micro_batch
     return Job(
         ranks=strategy.ranks,
         micro_batch=strategy.micro_batch,
@@ -230,5 +230,5 @@ def of_strategy(strategy: Strategy, work: Work, module: str = "tercet") -> Job:
         tensor=strategy.tensor,
         flat_buffers=not deepspeed and not host_resident and (strategy.zero == 0 or strategy.ranks == 1),
         exact=not deepspeed,
-        idle_share=1 - work.batch_sequences / places,
+        padding_share=1 - work.batch_sequences / rows,
     )

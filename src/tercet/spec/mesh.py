@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that compute different rows; accumulation and idle places follow from it."""
+        """Ranks that compute different rows; accumulation and padding rows follow from it."""
         return self.size(ROWS)
 
     def position(self, rank: int) -> dict[str, int]:

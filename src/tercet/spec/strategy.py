@@ -88,7 +88,7 @@ class Strategy:
         return ceil(batch_sequences / (self.mesh.data_ranks * self.micro_batch))
 
     def idle_rows(self, batch_sequences: int) -> int:
-        """Return the places of a step that hold no row: computed, but weighing nothing."""
+        """Return the padding rows of a step: computed, but weighing nothing."""
         return self.accumulation(batch_sequences) * self.mesh.data_ranks * self.micro_batch - batch_sequences
 
     def to_json(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ PICKLED = ("pytorch_model*.bin",)
 SPARE_BYTES = 2**30  # left free on the disk
 
 Say = Callable[[str], None]
-Arrived = Callable[[int], None]  # hears of every number of bytes that arrived
+Arrived = Callable[[int], None]  # is called with every number of bytes that arrived
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def fetch(
 
     name: owner/name on the hub (mirror: HF_ENDPOINT; token: HF_TOKEN or `token`), or modelscope:owner/name.
     Without safetensors in the repository its .bin files are fetched only when `pickled` asks for it. `progress(done, total)`
-    hears of the bytes that have come; without it `say` hears of every tenth.
+    is called with the bytes that have come; without it `say` is told of every tenth.
     Raises InputError for a repository that does not exist or may not be read, or a disk that is too small.
     """
     if name.startswith(MODELSCOPE):

@@ -50,7 +50,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration of one run. `swap`: the folder for what is on nvme.
 
-    `train_batch_size` counts places (micro-batch x accumulation x ranks), of which the last ones may hold no row.
+    `train_batch_size` counts rows (micro-batch x accumulation x ranks), of which the last ones may be padding.
     The optimizer is PyTorch's fused AdamW, on the host too: as fast as DeepSpeed's own there, which every machine
     would have to compile first (docs/decisions/0052). Gradients are summed and sent in fp32 whatever the weights'
     type; stage 0 can only add micro-batches up in the weights' type, so there it has one micro-batch, or fp32.
