@@ -21,7 +21,7 @@ import numpy as np
 
 from published import read_row
 from tercet.planner import calibrate
-from tercet.planner.calibrate import Prediction, Prepared, Row, publisher
+from tercet.planner.calibrate import Prediction, Prepared, PublishedRun, publisher
 from tercet.planner.constants import Constants, load, load_foreign
 from tercet.planner.ranges import LIKELY, out_of_memory_chance
 from tercet.spec.machine import GIB
@@ -45,7 +45,7 @@ def main() -> None:
     print(json.dumps(report, indent=1) if options.json else as_text(report))
 
 
-def read(path: Path) -> list[tuple[dict[str, Any], Row]]:
+def read(path: Path) -> list[tuple[dict[str, Any], PublishedRun]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     raw = content["rows"] if isinstance(content, dict) else content
     return [(r, read_row(r)) for r in raw]
@@ -84,11 +84,11 @@ def make_ranges(plain: list[Prepared], values: Constants) -> dict[str, Any]:
     }
 
 
-def card_of(row: Row) -> str:
+def card_of(row: PublishedRun) -> str:
     return row.machine.card.name if row.machine and row.machine.card else ""
 
 
-Errors = list[tuple[Row, float | None, float | None]]  # log(measured / predicted) of tokens/s and of memory
+Errors = list[tuple[PublishedRun, float | None, float | None]]  # log(measured / predicted) of tokens/s and of memory
 
 
 def errors(rows: list[Prepared], found: dict[str, Prediction]) -> Errors:
@@ -131,7 +131,7 @@ def coverage(plain: list[Prepared], values: Constants) -> dict[str, Any]:
     return {k: {"rows": len(v), "inside": float(np.mean(v))} for k, v in inside.items()}
 
 
-def fits(rows: list[tuple[dict[str, Any], Row]], values: Constants) -> dict[str, Any]:
+def fits(rows: list[tuple[dict[str, Any], PublishedRun]], values: Constants) -> dict[str, Any]:
     """Return how many runs are judged as they went: what ran fits, what ran out of memory on the card does not.
 
     A row that does not say whether activations were recomputed is not judged, nor is one of foreign systems.
@@ -158,7 +158,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float | None:
     return float(np.mean(signs)) if signs else None
 
 
-def methods(raw: list[tuple[dict[str, Any], Row]], found: dict[int, Prediction]) -> float | None:
+def methods(raw: list[tuple[dict[str, Any], PublishedRun]], found: dict[int, Prediction]) -> float | None:
     """Return tau over pairs of methods: the same model on the same cards, run in two ways."""
     groups: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for n, (_, row) in enumerate(raw):
@@ -208,7 +208,7 @@ def make_report(path: Path) -> dict[str, Any]:
     }
 
 
-def line(raw: dict[str, Any], row: Row, found: Prediction | None, other: Prediction | None) -> dict[str, Any]:
+def line(raw: dict[str, Any], row: PublishedRun, found: Prediction | None, other: Prediction | None) -> dict[str, Any]:
     """Return one row of the report; memory in the unit in which it was published."""
     result: dict[str, Any] = {
         "id": row.id,
@@ -244,7 +244,7 @@ def compared(predicted: float | None, measured: float | None, other: float | Non
     }
 
 
-def summarise(rows: list[tuple[Row, Prediction]]) -> dict[str, Any]:
+def summarise(rows: list[tuple[PublishedRun, Prediction]]) -> dict[str, Any]:
     """Return median and 90th percentile of the absolute relative error, for tokens/s and for memory."""
     speed = [abs(p.tokens_per_s / r.tokens_per_s - 1) for r, p in rows if r.tokens_per_s and p.tokens_per_s]
     memory = [abs(p.memory_bytes / r.memory_bytes - 1) for r, p in rows if r.memory_bytes and p.memory_bytes]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tercet.errors import InputError
-from tercet.planner.calibrate import Row
+from tercet.planner.calibrate import PublishedRun
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES
 from tercet.planner.job import NF4_BYTES, Job
 from tercet.spec.adapter import adapted
@@ -32,9 +32,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
-def read_row(row: dict[str, Any]) -> Row:
+def read_row(row: dict[str, Any]) -> PublishedRun:
     """Return the row as the planner's own terms. Never raises for a row: `why` holds the reason."""
-    base = Row(
+    base = PublishedRun(
         id=str(row.get("id", "?")),
         source=str(row.get("source", "?")),
         model=None,

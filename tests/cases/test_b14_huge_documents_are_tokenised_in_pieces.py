@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 
 from tercet.data import tokenize, tokenizer
-from tercet.data.tokenize import Part, encode_stream, joint
+from tercet.data.tokenize import TextPiece, encode_stream, joint
 from tests.texts import made, sentence
 
 PIECE = 2000
@@ -81,7 +81,7 @@ def test_pieces_give_the_tokens_of_the_whole(tokenizers, name, kind):
     whole = words.encode([text])[0]
     counting = Counting(words)
     # Handed over in parts whose borders mean nothing, as a file is.
-    parts = [Part(text[n : n + 7001], n == 0, n + 7001 >= len(text)) for n in range(0, len(text), 7001)]
+    parts = [TextPiece(text[n : n + 7001], n == 0, n + 7001 >= len(text)) for n in range(0, len(text), 7001)]
     found = list(encode_stream(counting, parts, PIECE))
     assert np.array_equal(np.concatenate([e.ids for e in found]), whole)
     assert [e.last for e in found] == [False] * (len(found) - 1) + [True]
@@ -94,12 +94,12 @@ def test_running_text_really_is_cut(tokenizers, name, how):
     counting = Counting(tokenizers[name])
     assert joint(counting) == how
     text = texts()["words"]
-    found = list(encode_stream(counting, [Part(text, True, True)], PIECE))
+    found = list(encode_stream(counting, [TextPiece(text, True, True)], PIECE))
     assert len(found) > 20
     assert counting.longest < 3 * PIECE
     if name == "byte-level":
         text = texts()["no spaces"]
-        assert len(list(encode_stream(counting, [Part(text, True, True)], PIECE))) > 5
+        assert len(list(encode_stream(counting, [TextPiece(text, True, True)], PIECE))) > 5
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("words", 8), ("no spaces", 2)])
@@ -109,7 +109,7 @@ def test_four_times_the_text_is_four_times_the_work_in_the_same_memory(tokenizer
     text, work, held = texts()[kind][:50_000], [], []
     for count in (copies, 4 * copies):
         counting = Counting(tokenizers["byte-level"])
-        parts = (Part(f"{text} ", n == 0, n == count - 1) for n in range(count))
+        parts = (TextPiece(f"{text} ", n == 0, n == count - 1) for n in range(count))
         tracemalloc.start()
         tokens = sum(len(e.ids) for e in encode_stream(counting, parts, PIECE))
         held.append(tracemalloc.get_traced_memory()[1])
@@ -125,7 +125,7 @@ def test_documents_keep_their_order_among_huge_ones(tokenizers):
     words = tokenizers["byte-level"]
     long = texts()["words"]
     given = [sentence(1), long[:30_000], "", sentence(2), long[5:40_000], "x"]
-    found = list(encode_stream(words, [Part(t, True, True, n) for n, t in enumerate(given)], PIECE))
+    found = list(encode_stream(words, [TextPiece(t, True, True, n) for n, t in enumerate(given)], PIECE))
     joined = {n: np.concatenate([e.ids for e in found if e.tag == n]).tolist() for n in range(len(given))}
     assert joined == {n: words.encode([t])[0].tolist() for n, t in enumerate(given)}
     assert [e.tag for e in found] == sorted(e.tag for e in found)

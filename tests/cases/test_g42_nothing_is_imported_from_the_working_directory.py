@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tercet import children
-from tercet.data.encoders import Encoders, Words
+from tercet.data.encoders import Encoders, TextJob
 from tercet.data.tokenizer import Tokenizer
 
 NAMES = ("random.py", "queue.py", "tokenizers/__init__.py", "numpy/__init__.py", "sitecustomize_own.py", "yaml.py")
@@ -50,7 +50,7 @@ def test_helpers_of_the_tokenizer(tmp_path, monkeypatch):
     strangers(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    with Encoders(Words(byte_tokenizer()), 10_000_000) as encoders:
+    with Encoders(TextJob(byte_tokenizer()), 10_000_000) as encoders:
         assert encoders.count > 1  # helpers are there
         for _ in range(2 * encoders.count):
             assert len(encoders.submit(["some text"]).result()) == 1

@@ -24,7 +24,7 @@ def two_cores(monkeypatch):
 
 
 def documents(words, characters: int) -> list[list[int]]:
-    parts = (tokenize.Part(text, True, True) for text in TEXTS)
+    parts = (tokenize.TextPiece(text, True, True) for text in TEXTS)
     return [e.ids.tolist() for e in tokenize.encode_stream(words, parts, characters=characters)]
 
 

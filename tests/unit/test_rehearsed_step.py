@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tercet.cli import app
-from tercet.rehearsal.recorder import Recorder, busy, exposed, trace
+from tercet.rehearsal.recorder import MemorySamples, busy, exposed, trace
 from tercet.report.compare import compare
 from tercet.report.rehearsed import picture
 from tercet.report.show import comparison_groups
@@ -34,7 +34,7 @@ def test_pauses_too_short_to_draw_are_drawn_over_and_others_kept():
 
 
 def test_the_fullest_moment_of_each_stretch_is_kept():
-    recorder = Recorder(10.0, 1.0)
+    recorder = MemorySamples(10.0, 1.0)
     for seconds, size in ((10.1, 5), (10.9, 9), (10.95, 3), (12.0, 4)):
         recorder.note(seconds, size, {"weights": size, "optimizer": 0})
     assert recorder.samples() == [

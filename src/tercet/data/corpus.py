@@ -17,7 +17,7 @@ import numpy as np
 from tercet.data.chat import Chat
 from tercet.data.rows import Fault, Row
 from tercet.data.sources import File, Source, paths_of
-from tercet.data.tokenize import Part
+from tercet.data.tokenize import TextPiece
 from tercet.errors import InputError, TercetError
 
 TRAIN, VALIDATION, DROPPED = 0, 1, 2
@@ -98,13 +98,13 @@ class Corpus:
             else:
                 yield part.text
 
-    def documents(self, side: int) -> Iterator[Part]:
+    def documents(self, side: int) -> Iterator[TextPiece]:
         """Yield the texts of one side, in the order of the files, tagged with a Tag."""
         for index, source in enumerate([*self.train, *self.validation]):
             if TRAIN in self.marks[index] if side == TRAIN else VALIDATION in self.marks[index]:
                 yield from self._of_source(index, source, side)
 
-    def _of_source(self, index: int, source: Source, side: int) -> Iterator[Part]:
+    def _of_source(self, index: int, source: Source, side: int) -> Iterator[TextPiece]:
         marks, n = self.marks[index], 0
         for file in source.files:
             inside = False
@@ -120,7 +120,7 @@ class Corpus:
                 # next.
                 last = row.ends or marks[n] != side
                 tag = Tag(index, file, row.line, file.format == "text", row.starts, row.ends, row.chat)
-                yield Part(row.text, not inside, last, tag)
+                yield TextPiece(row.text, not inside, last, tag)
                 inside = not last
 
 

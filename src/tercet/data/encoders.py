@@ -41,7 +41,7 @@ class Job(Protocol):
 
 
 @dataclass
-class Words:
+class TextJob:
     """The job of encoding texts: a list of ids for each."""
 
     tokenizer: Tokenizer

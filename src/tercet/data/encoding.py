@@ -19,7 +19,7 @@ from tercet.data.masks import Masked, fit
 from tercet.data.shards import Palette, Rows, Writer
 from tercet.data.sources import paths_of
 from tercet.data.spans import Template
-from tercet.data.tokenize import Part, batches, encode_stream
+from tercet.data.tokenize import TextPiece, batches, encode_stream
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 from tercet.spec.recipe import DataSection
@@ -142,7 +142,7 @@ class Encoding:
 
     def _chats(self, side: int, writers: list[Writer], findings: Findings, job: ChatJob, palette: Palette) -> None:
         """Encode the chats, batch by batch. One row may be several documents; it is dropped when none of them is kept."""
-        running: deque[tuple[list[Part], Future[list[Worked]]]] = deque()
+        running: deque[tuple[list[TextPiece], Future[list[Worked]]]] = deque()
         with Encoders(job, findings.characters) as encoders:
             for batch in batches(self._watched(side, chats=True), CHAT_CHARACTERS):
                 running.append((batch, encoders.submit([part.text for part in batch])))
@@ -157,7 +157,7 @@ class Encoding:
         writers: list[Writer],
         findings: Findings,
         palette: Palette,
-        batch: list[Part],
+        batch: list[TextPiece],
         future: Future[list[Worked]],
     ) -> None:
         for part, worked in zip(batch, future.result(), strict=True):
@@ -213,7 +213,7 @@ class Encoding:
             **{name: n for name, n in sorted(self.chats.items()) if n},
         }
 
-    def _watched(self, side: int, chats: bool) -> Iterator[Part]:
+    def _watched(self, side: int, chats: bool) -> Iterator[TextPiece]:
         for part in self.checked.documents(side):
             if part.tag.chat != chats:
                 continue

@@ -20,7 +20,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Kept:
+class RunData:
     """`key`: of the prepared data. `tokenizer`: hash of the recipe's tokenizer, or "train". `files`: a list per group
     (train, validation) of name, bytes and hash, in the order of reading. `rows`: how many were read."""
 
@@ -38,14 +38,14 @@ class Kept:
         return file if file.is_file() else folder
 
 
-def read_kept(run: Path, accept: bool) -> Kept | None:
+def read_kept(run: Path, accept: bool) -> RunData | None:
     """Return what the run in this folder was begun with; None when it has not prepared its data yet.
 
     `accept`: whether changed data is to be trained on.
     """
     try:
         content = orjson.loads((run / FILE).read_bytes())
-        return Kept(run, content["key"], content["tokenizer"], content["files"], content["rows"], accept)
+        return RunData(run, content["key"], content["tokenizer"], content["files"], content["rows"], accept)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
@@ -93,7 +93,7 @@ def changes(before: dict[str, list[dict[str, Any]]], now: dict[str, list[dict[st
     return found
 
 
-def judge(kept: Kept, found: list[str], train: Sequence[Source], held: Any, bad_rows: str) -> str:
+def judge(kept: RunData, found: list[str], train: Sequence[Source], held: Any, bad_rows: str) -> str:
     """Return what to say of changed data that was accepted. Raises InputError when it was not."""
     try:
         rows = sum(f.rows for f in corpus.check(train, held, bad_rows).findings.values())

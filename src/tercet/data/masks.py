@@ -17,7 +17,7 @@ import tokenizers
 
 from tercet.data.shards import Palette
 from tercet.data.spans import Document, Template
-from tercet.data.tokenize import Encoded, Part, encode_stream
+from tercet.data.tokenize import Encoded, TextPiece, encode_stream
 from tercet.data.tokenizer import Tokenizer
 from tercet.data.words import token_bytes
 
@@ -80,7 +80,7 @@ class Masker:
 
     # ------------------------------------------------------------------------------------ between control tokens
 
-    def _parts(self, documents: Iterable[tuple[Document, Any]]) -> Iterator[Part]:
+    def _parts(self, documents: Iterable[tuple[Document, Any]]) -> Iterator[TextPiece]:
         for document, tag in documents:
             building = _Building(tag, 0)
             stretches = []
@@ -97,7 +97,7 @@ class Masker:
                     building.parts.append(None)
             building.missing = len(stretches)
             for stretch in stretches:
-                yield Part(stretch.text, True, True, stretch)
+                yield TextPiece(stretch.text, True, True, stretch)
 
     def _begin(self, building: _Building, document: Document) -> None:
         """Put the begin token in front, where the template does not: exactly one."""

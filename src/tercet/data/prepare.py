@@ -13,7 +13,7 @@ from typing import Any
 from tercet.data import cache, corpus, figures, tokenizer
 from tercet.data.corpus import TRAIN
 from tercet.data.encoding import Encoding, Meter, Progress
-from tercet.data.kept import Kept, changes, described, judge
+from tercet.data.kept import RunData, changes, described, judge
 from tercet.data.mix import Mix, Mixing
 from tercet.data.parts import entered_in_the_middle, fingerprints
 from tercet.data.shards import Rows
@@ -68,7 +68,7 @@ def prepare(
     seed: int,
     say: Say = _quiet,
     progress: Progress = _quiet,
-    kept: Kept | None = None,
+    kept: RunData | None = None,
 ) -> Prepared:
     """Return the prepared data, made now or found in the cache under a key of all that decides it.
 
@@ -153,7 +153,7 @@ def source_bytes(data: DataSection) -> dict[str, int]:
 
 
 def _tokenizer_of(
-    data: DataSection, vocabulary: int | None, model_tokenizer: Path | None, kept: Kept | None, say: Say
+    data: DataSection, vocabulary: int | None, model_tokenizer: Path | None, kept: RunData | None, say: Say
 ) -> tuple[Callable[[], Tokenizer] | None, str]:
     """Return (how to load the tokenizer, or None to train one; the hash of what of it decides the tokens, or "train").
 
@@ -189,7 +189,7 @@ def _of_recipe(data: DataSection, model_tokenizer: Path | None) -> tuple[Callabl
     return lambda: fetched, fetched.content()
 
 
-def _own(kept: Kept) -> tuple[Callable[[], Tokenizer], str]:
+def _own(kept: RunData) -> tuple[Callable[[], Tokenizer], str]:
     place = kept.own_tokenizer()
     return lambda: tokenizer.load(place), tokenizer.content_hash(place) or ""
 

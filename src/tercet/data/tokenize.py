@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tercet.data.encoders import Encoders, Words
+from tercet.data.encoders import Encoders, TextJob
 from tercet.data.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
@@ -40,7 +40,7 @@ _PLACES = tuple(
 
 
 @dataclass(slots=True)
-class Part:
+class TextPiece:
     """A text, or a stretch of one. `first` and `last`: the document begins, ends here. `tag` is the
     caller's.
     """
@@ -67,7 +67,7 @@ class Encoded:
 
 
 def encode_stream(
-    tokenizer: Tokenizer, parts: Iterable[Part], piece: int = PIECE_CHARACTERS, characters: int = 0
+    tokenizer: Tokenizer, parts: Iterable[TextPiece], piece: int = PIECE_CHARACTERS, characters: int = 0
 ) -> Iterator[Encoded]:
     """Yield the ids of every part in order; parts longer than `piece` come out in several.
 
@@ -76,8 +76,8 @@ def encode_stream(
     is held whole.
     """
     join = _Joiner(tokenizer)
-    running: deque[tuple[list[Part], Future[list[np.ndarray]]]] = deque()
-    with Encoders(Words(tokenizer), characters) as encoders:
+    running: deque[tuple[list[TextPiece], Future[list[np.ndarray]]]] = deque()
+    with Encoders(TextJob(tokenizer), characters) as encoders:
         for batch in batches(_cut(parts, piece, join.space), BATCH_CHARACTERS):
             running.append((batch, encoders.submit([p.text for p in batch])))
             if len(running) > encoders.count:
@@ -100,9 +100,9 @@ def joint(tokenizer: Tokenizer) -> str | None:
     return "drop" if whole == left + dropped else None
 
 
-def batches(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
+def batches(parts: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
     """Yield parts in lists of about `characters`."""
-    batch: list[Part] = []
+    batch: list[TextPiece] = []
     size = 0
     for part in parts:
         batch.append(part)
@@ -114,7 +114,7 @@ def batches(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
         yield batch
 
 
-def _cut(parts: Iterable[Part], piece: int, space: str | None) -> Iterator[Part]:
+def _cut(parts: Iterable[TextPiece], piece: int, space: str | None) -> Iterator[TextPiece]:
     """Re-cut documents: whole ones up to 2 × `piece` characters pass, longer ones are cut at good places.
 
     The borders of the incoming parts vanish; they were chosen without regard to tokens.
@@ -138,11 +138,11 @@ def _cut(parts: Iterable[Part], piece: int, space: str | None) -> Iterator[Part]
             end = _place(held, at, at + piece, space)
             if end is None:
                 break
-            yield Part(held[at:end], first, False, part.tag, opening)
+            yield TextPiece(held[at:end], first, False, part.tag, opening)
             at, first = (end + 1 if space == "drop" else end), False
         held = held[at:]
         if part.last:
-            yield Part(held, first, True, part.tag, opening)
+            yield TextPiece(held, first, True, part.tag, opening)
             held = ""
 
 
@@ -182,7 +182,7 @@ class _Joiner:
         self.gap = " " if self.space == "drop" else ""
         self.pending: _Pending | None = None
 
-    def __call__(self, batch: list[Part], found: list[np.ndarray]) -> Iterator[Encoded]:
+    def __call__(self, batch: list[TextPiece], found: list[np.ndarray]) -> Iterator[Encoded]:
         around = self._windows(batch)
         for n, (part, ids) in enumerate(zip(batch, found, strict=True)):
             if part.first and part.last:
@@ -219,7 +219,7 @@ class _Joiner:
         pending.ids = self.tokenizer.encode(pending.texts)[0]
         pending.encoded = pending.characters
 
-    def _windows(self, batch: list[Part]) -> dict[int, tuple[Any, ...]]:
+    def _windows(self, batch: list[TextPiece]) -> dict[int, tuple[Any, ...]]:
         """Return, per part that continues a document, what the text around its cut gives when encoded at
         once.
         """

@@ -19,7 +19,7 @@ from tercet.inference.text import TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """A token's contribution: text that became certain, the token, its log-probability and the best ones beside it."""
 
     text: str
@@ -30,19 +30,19 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Asked:
+class Generation:
     ids: tuple[int, ...]
     limit: int
     sampling: Sampling
     stops: tuple[str, ...]
     best: int  # log-probabilities of so many tokens are wanted; -1: none
     loop: asyncio.AbstractEventLoop
-    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     left: bool = False  # the client has gone
     running: Running | None = None
     shown: TextStream | None = None
 
-    def send(self, piece: Piece | Exception) -> None:
+    def send(self, piece: Delta | Exception) -> None:
         try:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
         except RuntimeError:  # the loop has ended; nobody listens
@@ -59,8 +59,8 @@ class Engine:
     def __init__(self, served: Served, rows: int = 8, queue: int = 64, capacity: int | None = None):
         self.served, self.most_waiting = served, queue
         self._batch = Batch(served.model, rows, capacity, served.vocabulary)
-        self._waiting: deque[Asked] = deque()
-        self._going: list[Asked] = []
+        self._waiting: deque[Generation] = deque()
+        self._going: list[Generation] = []
         self._change = threading.Condition()
         self._ended = False
         self.counts: dict[str, float] = dict.fromkeys(
@@ -99,9 +99,9 @@ class Engine:
 
     async def answer(
         self, ids: Sequence[int], limit: int, sampling: Sampling, stops: Sequence[str] = (), best: int = -1
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[Delta]:
         """Yield an answer's pieces; the last one has `finish`. Leaving early frees its row. Raises QueueFull."""
-        asked = Asked(tuple(ids), limit, sampling, tuple(stops), best, asyncio.get_running_loop())
+        asked = Generation(tuple(ids), limit, sampling, tuple(stops), best, asyncio.get_running_loop())
         with self._change:
             if not self.takes(1):
                 raise QueueFull
@@ -156,7 +156,7 @@ class Engine:
             self.counts["reused_tokens"] += asked.running.reused
             self._going.append(asked)
 
-    def _after(self, asked: Asked, got: bool) -> None:
+    def _after(self, asked: Generation, got: bool) -> None:
         """Send what a step brought; let the text go when it ended or nobody listens."""
         text, shown = asked.running, asked.shown
         assert text is not None and shown is not None
@@ -167,11 +167,11 @@ class Engine:
             self.counts["tokens"] += 1
             asked.send(self._piece(asked, text, shown.push(text.new[-1])))
         if left or text.done or shown.stopped:
-            asked.send(Piece(shown.finish(), finish="stop" if text.ended or shown.stopped else "length"))
+            asked.send(Delta(shown.finish(), finish="stop" if text.ended or shown.stopped else "length"))
             self._batch.remove(text)
             self._going.remove(asked)
 
-    def _drop(self, asked: Asked, error: Exception) -> None:
+    def _drop(self, asked: Generation, error: Exception) -> None:
         """End one text by an error; the others go on."""
         asked.send(error)
         if asked.running in self._batch.texts:
@@ -179,13 +179,13 @@ class Engine:
         if asked in self._going:
             self._going.remove(asked)
 
-    def _piece(self, asked: Asked, text: Running, shown: str) -> Piece:
+    def _piece(self, asked: Generation, text: Running, shown: str) -> Delta:
         token = text.new[-1]
         if asked.best < 0 or (logprobs := text.logprobs) is None:
-            return Piece(shown, token)
+            return Delta(shown, token)
         values, ids = torch.topk(logprobs, min(asked.best, len(logprobs))) if asked.best else ((), ())
         pairs = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
-        return Piece(shown, token, float(logprobs[token]), pairs)
+        return Delta(shown, token, float(logprobs[token]), pairs)
 
     def _fail(self, error: Exception) -> None:
         for asked in self._going:

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from tercet.errors import InputError
-from tercet.inference.engine import Engine, Piece, QueueFull
+from tercet.inference.engine import Delta, Engine, QueueFull
 from tercet.inference.openapi import description
 from tercet.inference.protocol import ChatRequest, CompletionRequest, Refused, Request, read_request
 
@@ -175,7 +175,7 @@ async def _client_leaves(request: HttpRequest) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _merge(streams: list[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+async def _merge(streams: list[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
     """Yield (number of the stream, piece) as they come; closing it closes them all."""
     pending = {asyncio.ensure_future(anext(s)): n for n, s in enumerate(streams)}  # type: ignore[arg-type]
     try:
@@ -206,8 +206,8 @@ class Reply:
         self._head = {"id": f"{word}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._prompt_tokens, self._tokens = prompt_tokens, 0
 
-    async def whole(self, pieces: AsyncIterator[tuple[int, Piece]]) -> dict[str, Any]:
-        texts: dict[int, list[Piece]] = {}
+    async def whole(self, pieces: AsyncIterator[tuple[int, Delta]]) -> dict[str, Any]:
+        texts: dict[int, list[Delta]] = {}
         async for n, piece in pieces:
             texts.setdefault(n, []).append(piece)
         choices = []
@@ -219,7 +219,7 @@ class Reply:
             choices.append({"index": n, **own, "logprobs": self._logprobs(tokens), "finish_reason": found[-1].finish})
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def events(self, first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[str]:
+    async def events(self, first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[str]:
         begun: set[int] = set()
         try:
             yield self._event(*first, begun)
@@ -231,7 +231,7 @@ class Reply:
         finally:
             await rest.aclose()  # type: ignore[attr-defined]
 
-    def _event(self, n: int, piece: Piece, begun: set[int]) -> str:
+    def _event(self, n: int, piece: Delta, begun: set[int]) -> str:
         tokens = [piece] if piece.token is not None else []
         self._tokens += len(tokens)
         own: dict[str, Any] = {"text": piece.text}
@@ -248,7 +248,7 @@ class Reply:
             "total_tokens": self._prompt_tokens + self._tokens,
         }
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, pieces: list[Delta]) -> dict[str, Any] | None:
         if self._asked.best < 0:
             return None
         spell = lambda i: self._served.tokenizer.decode([i])  # noqa: E731
@@ -262,7 +262,7 @@ class Reply:
         }
 
     @staticmethod
-    def _entry(piece: Piece, spell: Any) -> dict[str, Any]:
+    def _entry(piece: Delta, spell: Any) -> dict[str, Any]:
         def one(i: int, value: float | None) -> dict[str, Any]:
             return {"token": spell(i), "logprob": value, "bytes": list(spell(i).encode())}
 

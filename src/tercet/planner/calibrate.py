@@ -53,7 +53,7 @@ HIGHEST = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """A measurement, read. `why` says why it cannot be predicted; `assumed` what the row leaves open."""
 
     id: str
@@ -94,7 +94,7 @@ def predicted_memory(counts: Counts, job: Job, constants: Any, kind: str) -> flo
 class Prepared:
     """A row with its model summed, so that a fit walks the model once."""
 
-    def __init__(self, row: Row):
+    def __init__(self, row: PublishedRun):
         assert row.model is not None and row.job is not None and row.machine is not None
         self.row = row
         self.counts = Counts(row.model)
@@ -192,7 +192,7 @@ def publisher(source: str) -> str:
     return "/".join(words[:3]) if words[0] == "github.com" else words[0]
 
 
-def prepare(rows: Iterable[Row]) -> list[Prepared]:
+def prepare(rows: Iterable[PublishedRun]) -> list[Prepared]:
     """Return the rows that can be predicted."""
     return [Prepared(r) for r in rows if r.why is None]
 
@@ -221,7 +221,7 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
     model = trained_model(recipe)
     job = of_strategy(Strategy(**plan["strategy"]), Work.of(recipe), model.module)
     return Prepared(
-        Row(
+        PublishedRun(
             id=run.path.name,
             source="this machine",
             model=model,
@@ -241,7 +241,7 @@ def corrections(runs: Sequence[Prepared], prior: Constants) -> dict[str, float]:
     return {n: v for n in NAMES if abs((v := getattr(fitted, n)) / getattr(prior, n) - 1) > 1e-3}
 
 
-def leave_out(rows: Sequence[Prepared], whole: Constants, kind: Callable[[Row], str]) -> dict[str, Prediction]:
+def leave_out(rows: Sequence[Prepared], whole: Constants, kind: Callable[[PublishedRun], str]) -> dict[str, Prediction]:
     """Predict the rows of each kind (source, card) with constants fitted on the rows of all others."""
     found = {}
     for name in sorted({kind(p.row) for p in rows}):

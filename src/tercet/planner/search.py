@@ -105,7 +105,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     fits: list[Candidate]  # best first, one per group
     refused: list[Refusal]
 
@@ -162,7 +162,7 @@ class Search:
         frozen = self.counts.model.frozen  # adapters have no states worth moving
         return self.machine.card is not None and not frozen and not OPEN_FOR_OFFLOAD & section.model_fields_set
 
-    def run(self, section: StrategySection, ranks: int, deepspeed: bool = False, files: bool = False) -> Found:
+    def run(self, section: StrategySection, ranks: int, deepspeed: bool = False, files: bool = False) -> SearchResult:
         """Return all groups of strategies that the section leaves open on `ranks` workers.
 
         Offload to the host is tried too where the machine has cards and the section leaves it open; with DeepSpeed's
@@ -198,7 +198,7 @@ class Search:
             for group, c in sorted(too_large.items(), key=lambda item: item[1].need)
             if group not in best
         ]
-        return Found(fits, refused)
+        return SearchResult(fits, refused)
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tercet.rehearsal.card import Card, on_card, raws, simulation
 from tercet.rehearsal.cost import collective_seconds
 from tercet.rehearsal.device import Device
-from tercet.rehearsal.timeline import Mark
+from tercet.rehearsal.timeline import EventMark
 
 OWN_LANE = "collectives"
 
@@ -23,7 +23,7 @@ OWN_LANE = "collectives"
 class CardWork(dist._Work):  # type: ignore[name-defined, misc]
     """An asynchronous collective: waiting orders the current stream behind it and does not stop the host."""
 
-    def __init__(self, device: Device, mark: Mark):
+    def __init__(self, device: Device, mark: EventMark):
         super().__init__()
         self._device, self._mark = device, mark
         device.works.add(self)  # PyTorch keeps the C++ half alone, which would wait for ever
@@ -75,7 +75,7 @@ def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) ->
     return default
 
 
-def _queue(device: Device, name: str, seconds: float, cards: list[Card], asynchronous: bool) -> Mark:
+def _queue(device: Device, name: str, seconds: float, cards: list[Card], asynchronous: bool) -> EventMark:
     timeline = device.timeline
     before = timeline.current
     if asynchronous:

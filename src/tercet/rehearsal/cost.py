@@ -18,7 +18,7 @@ WORD_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 
 
 @dataclass(frozen=True)
-class Rates:
+class CardRates:
     """What a card and its links do, in FLOP/s, bytes/s and seconds.
 
     `flops`: by number format ("bf16", "fp32"); a format that is missing runs at fp32's rate.
@@ -32,7 +32,7 @@ class Rates:
     launch: float = 5e-6
     collective_latency: float = 30e-6
 
-    def slowed(self, factor: float) -> Rates:
+    def slowed(self, factor: float) -> CardRates:
         """Return the rates of a card that takes `factor` times as long for its own work; its links stay."""
         return replace(self, flops={k: v / factor for k, v in self.flops.items()}, memory=self.memory / factor)
 
@@ -51,11 +51,11 @@ def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return float(formula(*args, **kwargs, out_val=out))
 
 
-def operator_seconds(rates: Rates, operations: float, moved_bytes: int, dtype: torch.dtype) -> float:
+def operator_seconds(rates: CardRates, operations: float, moved_bytes: int, dtype: torch.dtype) -> float:
     return max(operations / rates.of(dtype), moved_bytes / rates.memory)
 
 
-def collective_seconds(rates: Rates, kind: str, payload_bytes: int, ranks: int) -> float:
+def collective_seconds(rates: CardRates, kind: str, payload_bytes: int, ranks: int) -> float:
     """Return a ring's time: each rank sends and receives (ranks - 1) / ranks of the payload, twice for all_reduce."""
     if ranks < 2:
         return 0.0

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tercet.rehearsal.allocator import Allocator, Block, OutOfCapacity
-from tercet.rehearsal.cost import Rates
-from tercet.rehearsal.recorder import Recorder
+from tercet.rehearsal.cost import CardRates
+from tercet.rehearsal.recorder import MemorySamples
 from tercet.rehearsal.timeline import History, OrderError, Timeline
 from tercet.units import show_bytes
 
@@ -65,7 +65,7 @@ class Peak:
 class Device:
     """One card: its memory, its streams, its counters."""
 
-    def __init__(self, index: int, capacity_bytes: int, rates: Rates):
+    def __init__(self, index: int, capacity_bytes: int, rates: CardRates):
         self.index, self.rates = index, rates
         self.allocator = Allocator(capacity_bytes)
         self.timeline = Timeline(index)
@@ -80,7 +80,7 @@ class Device:
         self.fail_at: int | None = None  # number of the operator that finds no memory
         self.lost_at: int | None = None  # number of the operator at which the card is gone
         self.fail_copy: int | None = None  # number of the copy over the host's link that fails
-        self.recorder: Recorder | None = None
+        self.recorder: MemorySamples | None = None
 
     def take(self, nbytes: int, storage: torch.UntypedStorage) -> Memory:
         """Return new memory of `nbytes`; raises torch.OutOfMemoryError that says what is held."""
@@ -173,9 +173,9 @@ class Simulation:
     """The cards of this process. `shapes`: no values, full size."""
 
     def __init__(
-        self, cards: int = 1, capacity_bytes: int = 24 * 2**30, rates: Rates | None = None, shapes: bool = False
+        self, cards: int = 1, capacity_bytes: int = 24 * 2**30, rates: CardRates | None = None, shapes: bool = False
     ):
-        self.devices = [Device(n, capacity_bytes, rates or Rates()) for n in range(cards)]
+        self.devices = [Device(n, capacity_bytes, rates or CardRates()) for n in range(cards)]
         self.shapes = shapes
         self.current = 0
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()

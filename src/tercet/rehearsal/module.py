@@ -10,12 +10,12 @@ import torch
 
 from tercet.rehearsal.card import NAME, _Installed, simulation
 from tercet.rehearsal.device import Device
-from tercet.rehearsal.timeline import Lane, Mark
+from tercet.rehearsal.timeline import EventMark, Lane
 
 
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
-        self._mark: Mark | None = None
+        self._mark: EventMark | None = None
         self._device: Device | None = None
 
     def record(self, stream: Stream | None = None) -> None:

@@ -12,7 +12,7 @@ Span = tuple[int, str, float, float]  # (lane, what, begin, end), seconds
 
 
 @dataclass
-class Recorder:
+class MemorySamples:
     """Keeps, for each bucket of `width` seconds from `begin` on, the moment of the most memory."""
 
     begin: float

@@ -24,11 +24,11 @@ from tercet.planner.clock import bus, rates
 from tercet.planner.constants import CONTEXT_BYTES, Constants, load_for
 from tercet.planner.host import host_rates
 from tercet.planner.job import of_strategy
-from tercet.rehearsal.cost import Rates
+from tercet.rehearsal.cost import CardRates
 from tercet.rehearsal.device import Counts, Device, Simulation
 from tercet.rehearsal.host_work import HostWork
 from tercet.rehearsal.install import cards
-from tercet.rehearsal.recorder import BUCKETS, Recorder, busy, exposed, trace
+from tercet.rehearsal.recorder import BUCKETS, MemorySamples, busy, exposed, trace
 from tercet.spec.machine import Machine
 from tercet.spec.mesh import AXES
 from tercet.spec.model import Model
@@ -76,14 +76,14 @@ class Blank:
         return torch.empty((end - begin, *self._shapes[name][1:]), device="meta")
 
 
-def rates_of(machine: Machine, strategy: Strategy, work: Work, constants: Constants) -> Rates:
+def rates_of(machine: Machine, strategy: Strategy, work: Work, constants: Constants) -> CardRates:
     """Return the machine's figures as the planner's clock knows them, at the rates that programs reach."""
     job = of_strategy(strategy, work)
     speed = rates(job, machine, constants)
     if speed is None or machine.card is None:
         raise NotLegalError(["a rehearsal needs cards whose figures are known"], "For example: --gpus 3x4090")
     half = speed.matmul
-    return Rates(
+    return CardRates(
         flops={"bf16": half, "fp16": half, "fp32": half / 2 if work.precision != "fp32" else half},
         memory=speed.memory,
         to_card=speed.host or 12e9,
@@ -191,7 +191,9 @@ def _play(
     engine.step(batches, recipe.optim.lr)
     begin, timeline = _now(device), device.timeline
     device.counts = Counts()
-    device.recorder = recorder = Recorder(begin, begin / BUCKETS)  # a step takes about as long as what came before it
+    device.recorder = recorder = MemorySamples(
+        begin, begin / BUCKETS
+    )  # a step takes about as long as what came before it
     timeline.record_spans = True
     engine.step(batches, recipe.optim.lr)
     end = _now(device)

@@ -33,7 +33,7 @@ class Lane:
 
 
 @dataclass
-class Mark:
+class EventMark:
     """What an event remembers of the stream that it was recorded on."""
 
     known: Clock
@@ -92,19 +92,19 @@ class Timeline:
             self.spans.append((lane.number, what, begin, lane.seconds))
         return Use(lane.number, lane.count, what)
 
-    def mark(self, lane: Lane) -> Mark:
-        return Mark(dict(lane.known), lane.seconds)
+    def mark(self, lane: Lane) -> EventMark:
+        return EventMark(dict(lane.known), lane.seconds)
 
-    def wait(self, lane: Lane, mark: Mark) -> None:
+    def wait(self, lane: Lane, mark: EventMark) -> None:
         merge(lane.known, mark.known)
         lane.seconds = max(lane.seconds, mark.seconds)
 
-    def host_waits(self, mark: Mark) -> None:
+    def host_waits(self, mark: EventMark) -> None:
         self.waits += 1
         merge(self.host_known, mark.known)
         self.host_seconds = max(self.host_seconds, mark.seconds)
 
-    def host_knows(self, mark: Mark) -> bool:
+    def host_knows(self, mark: EventMark) -> bool:
         return all(self.host_known.get(lane, 0) >= count for lane, count in mark.known.items())
 
     def host_waits_for_all(self) -> None:

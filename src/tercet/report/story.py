@@ -22,7 +22,7 @@ WARM_UP = 0.1  # share of the first steps that no speed is taken from, as in sum
 
 
 @dataclass(frozen=True)
-class Session:
+class Start:
     """One start of a run: `first` is the step it began after, `seconds` from its first event to its last."""
 
     kind: str  # start or resume
@@ -60,7 +60,7 @@ class Story:
     parameters: int | None
     total_steps: int | None
     sources: list[str]  # paths of what the data is mixed of
-    sessions: list[Session]
+    sessions: list[Start]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     samples: list[dict[str, Any]]
@@ -143,7 +143,7 @@ def _as_it_stands(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _sessions(events: list[dict[str, Any]]) -> list[Session]:
+def _sessions(events: list[dict[str, Any]]) -> list[Start]:
     groups: list[list[dict[str, Any]]] = []
     for event in events:
         if event["event"] in ("start", "resume"):
@@ -155,7 +155,7 @@ def _sessions(events: list[dict[str, Any]]) -> list[Session]:
         first, times = group[0], [t for e in group if (t := number(e.get("time"))) is not None]
         versions = first.get("versions")
         found.append(
-            Session(
+            Start(
                 kind=first["event"],
                 first=_whole(first.get("step")) or 0,
                 began=number(first.get("time")),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from tercet.data.kept import Kept, read_kept
+from tercet.data.kept import RunData, read_kept
 from tercet.data.loader import Loader
 from tercet.data.prepare import Prepared, prepare
 from tercet.engine import Engine, EngineSetup, open_engine
@@ -45,7 +45,7 @@ class Assembled:
     spec: Model
     strategy: Strategy
     prepared: Prepared
-    kept: Kept | None  # what the run was begun with, when it is resumed
+    kept: RunData | None  # what the run was begun with, when it is resumed
     loader: Loader
     total_steps: int
     engine: Engine
@@ -91,7 +91,7 @@ def _base(recipe: Recipe, spec: Model, world: World) -> str | None:
 
 
 def prepare_data(
-    recipe: Recipe, say: Callable[[str], None], console: Console | None, kept: Kept | None = None
+    recipe: Recipe, say: Callable[[str], None], console: Console | None, kept: RunData | None = None
 ) -> Prepared:
     """Prepare the recipe's data, or find it prepared; shows a bar when there is a terminal.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from tercet.data.figures import lines
-from tercet.data.kept import Kept, keep
+from tercet.data.kept import RunData, keep
 from tercet.data.prepare import Prepared
 from tercet.data.show import documents
 from tercet.data.tokenizer import load as load_tokenizer
@@ -153,7 +153,7 @@ def _loop(
     )
 
 
-def keep_sources(run: RunFolder, prepared: Prepared, kept: Kept | None) -> None:
+def keep_sources(run: RunFolder, prepared: Prepared, kept: RunData | None) -> None:
     """Keep what this start trains on in the run folder; a later start is compared with it."""
     if kept is None or kept.key != prepared.key:
         # The tokenizer that decided the tokens at first stays the one that later starts are measured by.

@@ -10,7 +10,7 @@ from tercet.planner.answer import plan, predict, read_recipe
 from tercet.planner.constants import load
 from tercet.planner.launcher_files.conflicts import conflicts
 from tercet.planner.launcher_files.content import read_file
-from tercet.planner.launcher_files.read import Reading, read_accelerate, read_deepspeed
+from tercet.planner.launcher_files.read import LauncherFile, read_accelerate, read_deepspeed
 from tercet.planner.launcher_files.write import write_accelerate
 from tercet.planner.legal import refusals
 from tercet.planner.search import Search
@@ -96,7 +96,7 @@ def _conflict_lines(name: str, overrides: list[str], deepspeed: str | None) -> l
 MACHINE = ("gpus", "host_ram", "links", "ranks", "host", "power_limit", "p2p", "disk")
 
 
-def as_run(found: Reading, precision: str) -> dict[str, Any]:
+def as_run(found: LauncherFile, precision: str) -> dict[str, Any]:
     """Return what a DeepSpeed file decides of a Job, where our engine would ask DeepSpeed for something else.
 
     `precision`: the recipe's, with what the file says of it.
@@ -107,7 +107,7 @@ def as_run(found: Reading, precision: str) -> dict[str, Any]:
     return {"bucket": found.bucket, **({"gradient_bytes": 2} if narrow else {})}
 
 
-def as_asked(name: str, overrides: list[str], machine: dict[str, Any], reading: Reading) -> dict[str, Any]:
+def as_asked(name: str, overrides: list[str], machine: dict[str, Any], reading: LauncherFile) -> dict[str, Any]:
     """Return what a file's strategy takes as its engine runs it, and `why` it cannot run, if it cannot.
 
     `ours` is the same strategy as `tercet train` runs it.
@@ -144,7 +144,7 @@ def _count(gpus: str | None) -> int | None:
     return len(parse_gpus(gpus)) if gpus else None
 
 
-def as_overrides(found: Reading) -> list[str]:
+def as_overrides(found: LauncherFile) -> list[str]:
     """Return the reading as recipe overrides."""
     result = [
         f"strategy.zero={found.zero}",
@@ -164,13 +164,13 @@ def as_overrides(found: Reading) -> list[str]:
     return result
 
 
-def launcher_overrides(found: Reading) -> list[str]:
+def launcher_overrides(found: LauncherFile) -> list[str]:
     """Return the recipe keys that make a recipe run what an Accelerate file with DeepSpeed asks for."""
     keys = [k for k in as_overrides(found) if not k.endswith("=none") and not k.startswith("strategy.engine")]
     return ["strategy.engine=deepspeed", *keys]
 
 
-def reading_lines(found: Reading) -> list[str]:
+def reading_lines(found: LauncherFile) -> list[str]:
     words = [f"zero {found.zero}"]
     if found.offload_optimizer != "none":
         words.append(f"optimizer on {found.offload_optimizer}")

@@ -63,7 +63,7 @@ DEFAULT_BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed's runtime/zero/c
 
 
 @dataclass
-class Reading:
+class LauncherFile:
     """What a file means. `findings` holds (key, kind, sentence); kind: dead, contradiction, unknown, refused, note."""
 
     path: str
@@ -93,9 +93,9 @@ class Reading:
 # ---------------------------------------------------------------------------------------------------- DeepSpeed
 
 
-def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Reading:
+def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> LauncherFile:
     """Return what a DeepSpeed configuration means. Raises InputError for values of the wrong kind."""
-    found = Reading(path, ranks=ranks, engine="deepspeed")
+    found = LauncherFile(path, ranks=ranks, engine="deepspeed")
     for key in content:
         if key not in DEEPSPEED:
             found.unknown(key, DEEPSPEED)
@@ -123,7 +123,7 @@ def read_deepspeed(content: dict[str, Any], path: str, ranks: int | None) -> Rea
     return found
 
 
-def _precision(content: dict[str, Any], found: Reading) -> None:
+def _precision(content: dict[str, Any], found: LauncherFile) -> None:
     """Without "auto" DeepSpeed trains in fp32 when both formats are switched off."""
     given = {k: _enabled(content[k], k, found) for k in ("fp16", "bf16", "bfloat16") if content.get(k) is not None}
     on = [k for k, enabled in given.items() if enabled is True]
@@ -139,7 +139,7 @@ def _precision(content: dict[str, Any], found: Reading) -> None:
         found.say(next(iter(given)), "note", "neither fp16 nor bf16 is enabled: DeepSpeed trains in fp32")
 
 
-def _sums(content: dict[str, Any], found: Reading) -> None:
+def _sums(content: dict[str, Any], found: LauncherFile) -> None:
     """Read in which format gradients are added up and sent; without a word DeepSpeed takes the weights'."""
     types = content.get("data_types")
     said = {
@@ -156,7 +156,7 @@ def _sums(content: dict[str, Any], found: Reading) -> None:
         found.bucket = int(bucket)
 
 
-def _enabled(section: Any, key: str, found: Reading) -> bool | str:
+def _enabled(section: Any, key: str, found: LauncherFile) -> bool | str:
     """Return whether a format is on, or "auto"; a section without the key `enabled` is off."""
     if not isinstance(section, dict):
         word = str(section).lower()
@@ -170,7 +170,7 @@ def _enabled(section: Any, key: str, found: Reading) -> bool | str:
     raise InputError(f"{found.path}: {key}.enabled is {value!r}; it must be true, false or auto")
 
 
-def _zero(zero: dict[str, Any], found: Reading) -> None:
+def _zero(zero: dict[str, Any], found: LauncherFile) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise InputError(f"{found.path}: zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
@@ -211,7 +211,7 @@ def _zero(zero: dict[str, Any], found: Reading) -> None:
         found.offload_optimizer = "cpu"
 
 
-def _batch(content: dict[str, Any], found: Reading) -> None:
+def _batch(content: dict[str, Any], found: LauncherFile) -> None:
     """Two of the three sizes give the third (E09); "auto" is filled by transformers' Trainer."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes: list[int | None] = []
@@ -268,10 +268,10 @@ def _batch(content: dict[str, Any], found: Reading) -> None:
 # --------------------------------------------------------------------------------------------------- Accelerate
 
 
-def read_accelerate(content: dict[str, Any], path: str) -> Reading:
+def read_accelerate(content: dict[str, Any], path: str) -> LauncherFile:
     """Return what an Accelerate configuration means; follows deepspeed_config_file when it names one."""
     ranks = content.get("num_processes")
-    found = Reading(path, ranks=ranks if isinstance(ranks, int) and ranks > 0 else None)
+    found = LauncherFile(path, ranks=ranks if isinstance(ranks, int) and ranks > 0 else None)
     for key in content:
         if key not in ACCELERATE:
             found.unknown(key, ACCELERATE)
@@ -305,7 +305,7 @@ def read_accelerate(content: dict[str, Any], path: str) -> Reading:
     return found
 
 
-def _mixed_precision(content: dict[str, Any], found: Reading) -> None:
+def _mixed_precision(content: dict[str, Any], found: LauncherFile) -> None:
     """Follow accelerate: `no` (which YAML reads as false) is fp32; an old file says `fp16: true` instead."""
     value = content.get("mixed_precision")
     if value is None:
@@ -319,7 +319,7 @@ def _mixed_precision(content: dict[str, Any], found: Reading) -> None:
         raise InputError(f"{found.path}: mixed_precision is {value!r}; it must be no, fp16, bf16 or fp8")
 
 
-def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], found: Reading) -> None:
+def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], found: LauncherFile) -> None:
     file = section.get("deepspeed_config_file")
     if file:
         inner = read_deepspeed(read_file(str(Path(found.path).expanduser().parent / file)), str(file), found.ranks)
@@ -382,7 +382,7 @@ def _accelerate_deepspeed(section: dict[str, Any], content: dict[str, Any], foun
     found.accumulation = steps if isinstance(steps, int) else None
 
 
-def _accelerate_fsdp(section: dict[str, Any], found: Reading) -> None:
+def _accelerate_fsdp(section: dict[str, Any], found: LauncherFile) -> None:
     for key in section:
         if key not in ACCELERATE_FSDP:
             found.unknown(key, ACCELERATE_FSDP, "fsdp_config.")

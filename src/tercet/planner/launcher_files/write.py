@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from tercet.errors import InputError
-from tercet.planner.launcher_files.read import Reading
+from tercet.planner.launcher_files.read import LauncherFile
 
 HEADER = """\
 # Written by: tercet plan --accelerate-config {source} --write {target}
@@ -16,7 +16,7 @@ HEADER = """\
 """
 
 
-def accelerate_file(found: Reading) -> dict:
+def accelerate_file(found: LauncherFile) -> dict:
     """Return the mapping of an Accelerate file with the reading's meaning; three processes unless it says."""
     content: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED"}
     section: dict = {
@@ -35,7 +35,7 @@ def accelerate_file(found: Reading) -> dict:
     return content | {"num_machines": 1, "machine_rank": 0, "num_processes": found.ranks or 3}
 
 
-def write_accelerate(found: Reading, target: str, overrides: list[str]) -> None:
+def write_accelerate(found: LauncherFile, target: str, overrides: list[str]) -> None:
     """Write the file, with the recipe keys that say the same. Raises InputError when it exists or cannot be written."""
     path = Path(target).expanduser()
     header = HEADER.format(source=found.path, target=target, overrides=" ".join(overrides))
