@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 
 from tests.cli import Cli
 from tests.ranks import Ranks
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and every run started here would ignore it
 
 
 def pytest_addoption(parser) -> None:

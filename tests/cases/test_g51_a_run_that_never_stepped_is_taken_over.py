@@ -44,4 +44,4 @@ def test_one_that_has_stepped_is_not(cli):
     refused = cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", code=2)
     assert "holds a run already" in refused.stderr
     refused = cli.run("train", "--resume", "run", "data.sequence_tokens=32", code=2)
-    assert "cannot change data.sequence_tokens" in refused.stderr
+    assert "data.sequence_tokens was" in refused.stderr
