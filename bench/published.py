@@ -46,9 +46,10 @@ def read_row(row: dict[str, Any]) -> PublishedRun:
         foreign=is_foreign(row),
     )
     try:
-        model = model_of(row["model"])
+        model, said = sized(row["model"])
         machine = machine_for(row)
         job, assumed = job_of(row, model)
+        assumed += said
         if method_of(row) in ADAPTERS:
             rank = int(row.get("lora_rank") or 16)
             assumed += [] if row.get("lora_rank") else [f"LoRA rank {rank}"]
@@ -61,7 +62,33 @@ def read_row(row: dict[str, Any]) -> PublishedRun:
     if "experts on cpu" in strategy:
         why = "experts computed on the host's CPU: the planner has no model of a CPU's matrix units"
     memory = _memory(row, machine)
+    if base.tokens_per_s is None:
+        speed, said = _derived_speed(row, model, machine, job)
+        base, assumed = replace(base, tokens_per_s=speed), assumed + said
     return replace(base, model=model, job=job, machine=machine, memory_bytes=memory, assumed=tuple(assumed), why=why)
+
+
+def _derived_speed(row: dict[str, Any], model: Model, machine: Machine, job: Job) -> tuple[float | None, list[str]]:
+    """Return tokens/s of a row that gives TFLOP/s a card, a share of the card's peak, or seconds a step instead."""
+    if row.get("step_time_s"):
+        tokens = row.get("global_batch_tokens") or job.micro_batch * job.sequence * job.accumulation * job.ranks
+        return tokens / row["step_time_s"], ["tokens/s from the time of a step"]
+    reported = row.get("utilisation_reported")
+    if not isinstance(reported, dict):
+        return None, []
+    name = str(reported.get("name", "")).lower()
+    rate = reported.get("value") if "flops" in name else None
+    if "mfu" in name and reported.get("pct") and machine.card is not None:
+        rate = reported["pct"] / 100 * machine.card.flops["bf16"] / 1e12
+    if rate is None:
+        return None, []
+    # Model FLOPs: forward and backward, without what is recomputed; an adapter's frozen matrices get no gradient. Causal
+    # attention counted as such: so rows that print both agree within 0.4 %.
+    passes = 2 if method_of(row) in ADAPTERS else 3
+    per_token = passes * model.flops(job.sequence, job.sequence / 2) / job.sequence
+    return rate * 1e12 * job.ranks / per_token, [
+        f"tokens/s from {rate:.0f} model TFLOP/s a card, attention counted whole"
+    ]
 
 
 def is_foreign(row: dict[str, Any]) -> bool:
@@ -71,6 +98,35 @@ def is_foreign(row: dict[str, Any]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- model
+
+COUNT_TOLERANCE = 0.03  # between a row's parameters and those of its sizes; rounded names differ by less
+
+
+def sized(m: dict[str, Any]) -> tuple[Model, list[str]]:
+    """Return the Model of a row's sizes, and what had to be assumed. Raises InputError when the row's own number of
+    parameters does not come of them.
+
+    A feed-forward of two matrices (GELU, ReLU) is a gated one of two thirds the width: as many parameters and FLOPs.
+    """
+    model, stated = model_of(m), float(m.get("params_b") or 0) * 1e9
+    words = f"{m.get('activation') or ''} {m.get('ffn_kind') or ''} {m.get('note') or ''}".lower()
+    two = model_of({**m, "ffn": round(int(m["ffn"]) * 2 / 3)})
+    assumed = ["feed-forward of two matrices, counted as a gated one of two thirds the width"]
+    if m.get("gated") is False or (re.search(r"gelu|relu(?!\w)|two matrices", words) and "geglu" not in words):
+        model = two
+    elif stated and _off(model, stated) > COUNT_TOLERANCE and _off(two, stated) <= COUNT_TOLERANCE:
+        model, assumed = two, [f"{assumed[0]}: its number of parameters says so"]
+    else:
+        assumed = []
+    if stated and _off(model, stated) > COUNT_TOLERANCE:
+        raise InputError(
+            f"its sizes are a model of {model.parameters / 1e9:.2f} B parameters, the row says {stated / 1e9:.2f} B"
+        )
+    return model, assumed
+
+
+def _off(model: Model, parameters: float) -> float:
+    return abs(model.parameters / parameters - 1)
 
 
 def model_of(m: dict[str, Any]) -> Model:

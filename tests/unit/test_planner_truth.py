@@ -172,3 +172,45 @@ def test_a_row_left_out_says_nothing_of_its_own_prediction(rows):
     assert again == pytest.approx(apart, rel=0.02)
     moved = row.predict(bent).tokens_per_s / row.predict(whole).tokens_per_s
     assert moved > 1.03, "the row does bend the fit that it is part of"
+
+
+def row(identity: str, **changes):
+    return read_row({**next(r for r in RAW if r["id"] == identity), **changes})
+
+
+@pytest.mark.parametrize("identity", ["m116", "m118"])
+def test_a_row_that_gives_only_its_flops_gets_the_tokens_that_it_measured(identity):
+    """Both print tokens/s and model TFLOP/s: one from the other."""
+    whole = row(identity)
+    bare = row(identity, tokens_per_s=None, step_time_s=None)
+    assert bare.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.01)
+    assert any("TFLOP/s" in text for text in bare.assumed)
+    step = 1000.0 * whole.job.ranks
+    timed = row(identity, tokens_per_s=None, utilisation_reported=None, step_time_s=2.0, global_batch_tokens=step)
+    assert timed.tokens_per_s == step / 2
+
+
+GPT2_XL = {
+    "layers": 48,
+    "hidden": 1600,
+    "heads": 25,
+    "ffn": 6400,
+    "vocab": 50257,
+    "tied_embeddings": True,
+    "params_b": 1.558,
+}
+
+
+@pytest.mark.parametrize("said", [{}, {"activation": "gelu"}, {"gated": False}])
+def test_a_feed_forward_of_two_matrices_is_read(said):
+    found = row("m116", model={**GPT2_XL, **said})
+    # 12 L w^2 + V w, and what rounding two thirds of a width leaves; positions and biases are not in our model.
+    assert found.model.parameters - found.model.trained_parameters == pytest.approx(
+        12 * 48 * 1600**2 + 50257 * 1600, rel=1e-3
+    )
+    assert any("two matrices" in text for text in found.assumed)
+
+
+def test_sizes_that_are_not_the_models_are_refused():
+    found = row("m116", model={**RAW[0]["model"], "params_b": 13.0})
+    assert found.model is None and "6.74 B parameters, the row says 13.00 B" in found.why
