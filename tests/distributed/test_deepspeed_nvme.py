@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tercet.engine.deepspeed import engine as of_deepspeed
 from tercet.engine.deepspeed.async_io import ensure_built, is_built, why_not_here
 from tercet.parallel.world import World
 from tercet.planner.job import of_strategy
@@ -74,10 +75,10 @@ def resume(world: World, name: str, precision: str, swap: Path, folder: Path):
 def poisoned(world: World, swap: Path):
     engine = open_it(world, "zero3-nvme", "bf16", swap)
     steps(world, engine, 0, 2)
-    before, loss = whole_weights(engine), engine._loss
-    engine._loss = lambda *a: loss(*a) * float("nan")
+    before, loss = whole_weights(engine), of_deepspeed.loss_of
+    of_deepspeed.loss_of = lambda *a: loss(*a) * float("nan")
     bad = engine.step(micro_batches(2, world.rank, world.size, 1, ROWS), 1e-3)
-    engine._loss = loss
+    of_deepspeed.loss_of = loss
     after = whole_weights(engine)
     return bad.updated, before, after, steps(world, engine, 3, 4)
 
