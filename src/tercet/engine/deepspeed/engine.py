@@ -142,7 +142,9 @@ class DeepSpeedEngine(EngineBase):
             if sharded:
                 files = parameter.nvme_swapper
                 formats += [] if files is None else [files.dtype]
-                if parameter.ds_tensor.status.name == "AVAILABLE":  # else a placeholder in fp16: the part is in its file
+                if (
+                    parameter.ds_tensor.status.name == "AVAILABLE"
+                ):  # else a placeholder in fp16: the part is in its file
                     formats.append(parameter.ds_tensor.dtype)
             yield from held("weight", ((name, f) for f in formats), self._compute)
         flats = [(f"of group {n}", flat) for n, flat in enumerate(self.fragments.flats)]
