@@ -62,9 +62,9 @@ def section(folder: Path, train: Any, **keys: Any) -> DataSection:
     return DataSection.model_validate({"train": train if isinstance(train, list) else str(train), **defaults, **keys})
 
 
-def made(folder: Path, train: Any, *, vocabulary: int = 300, seed: int = 0, **keys: Any) -> Prepared:
+def made(folder: Path, train: Any, *, vocabulary: int = 300, seed: int = 0, say: Any = print, **keys: Any) -> Prepared:
     """Prepare with a tokenizer trained on the text unless `tokenizer` says otherwise."""
-    return prepare(section(folder, train, **keys), vocabulary=vocabulary, model_tokenizer=None, seed=seed)
+    return prepare(section(folder, train, **keys), vocabulary=vocabulary, model_tokenizer=None, seed=seed, say=say)
 
 
 def documents(prepared: Prepared) -> list[list[int]]:

@@ -103,9 +103,8 @@ def test_overlap_of_given_files_is_counted(tmp_path):
 @pytest.mark.parametrize("rule", ["drop", "cut", "split"])
 def test_long_rows(tmp_path, rule):
     texts = [sentence(1, 3), sentence(2, 60), sentence(3, 3)]
-    prepared = made(
-        tmp_path, write_rows(tmp_path / "rows.jsonl", texts), vocabulary=259, long_rows=rule, sequence_tokens=64
-    )
+    path, said = write_rows(tmp_path / "rows.jsonl", texts), []
+    prepared = made(tmp_path, path, vocabulary=259, say=said.append, long_rows=rule, sequence_tokens=64)
     whole = [words_of(prepared).document(t) for t in texts]
     short = [d for d in whole if len(d) <= 64]
     long = next(d for d in whole if len(d) > 64)
@@ -113,6 +112,11 @@ def test_long_rows(tmp_path, rule):
     assert documents(prepared) == sorted(short + pieces)
     seen = prepared.report["seen"]
     assert seen == ({} if rule == "drop" else {f"long rows {rule}": 1})
+    # What is left out is said whoever prepares, with its share of what would be trained.
+    left = {"drop": len(long) - 1, "cut": len(long) - 64, "split": 0}[rule]
+    every = sum(len(d) - 1 for d in whole)
+    told = [text for text in said if text.startswith("long rows")]
+    assert [f"({left} of {every} tokens)" in text for text in told] == ([] if rule == "split" else [True])
 
 
 @pytest.mark.parametrize("rule", ["drop", "split"])

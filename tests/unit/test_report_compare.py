@@ -96,6 +96,14 @@ def test_time_rows_and_the_parts_that_both_sides_have():
     assert by_name(compare({}, {}), "time") == {}
 
 
+def test_speeds_are_of_one_kind_of_tokens():
+    """A run of chats trains a tenth of its positions; the plan counts them all."""
+    plan = {"tokens_per_second": 1024 / 8.0, "step_seconds": 8.0}
+    rows = by_name(compare(plan, {"tokens_per_second": 100 / 10.0, "step_seconds": 10.0}), "time")
+    assert rows["tokens per second"]["measured"] == pytest.approx(1024 / 10)
+    assert rows["tokens per second"]["error"] == pytest.approx(0.25) and rows["step"]["error"] == pytest.approx(-0.2)
+
+
 def test_a_prediction_carries_the_plans_range():
     recipe = build_recipe({"model": "llama-3.2-1b", "data": {"train": "-"}})
     plan = predict(recipe, Strategy(ranks=3, zero=3, micro_batch=2, recompute="full"), machine_of("3x4090"))

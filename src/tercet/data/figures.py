@@ -127,7 +127,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
     out = [
         f"rows        {rows['read']} read = {rows['train']} to train + {rows['validation']} held out"
         f" + {rows['dropped']} dropped",
-        _pair("characters", figures["characters"]),
+        f"characters  {figures['characters']['train']} read to train, {figures['characters']['validation']} held out",
         _pair("tokens", figures["tokens"]),
         _pair("trained", figures["trained_tokens"]),
         *_chats(figures.get("chats")),

@@ -57,3 +57,19 @@ def lines(figures: dict[str, Any] | None, capacity: int) -> list[str]:
             f"            {rule:<6}{each['rows_dropped']:>8} rows whole, {each['trained_tokens_left_out']:>10} trained tokens{used}"
         )
     return out
+
+
+def said(figures: dict[str, Any] | None, trained: int, capacity: int) -> str | None:
+    """Return what a run is told of long rows, None where nothing is left out. `trained`: tokens that are trained."""
+    if not figures:
+        return None
+    rule = figures["rule"]
+    left = figures[rule]["trained_tokens_left_out"]
+    if not left or rule == "split":
+        return None
+    what = "are left out" if rule == "drop" else "are cut"
+    others = {"drop": "data.long_rows=split trains them in pieces", "cut": "data.long_rows=split trains the rest too"}
+    return (
+        f"long rows: {figures['rows']} rows of more than {capacity} tokens {what}, with {100 * left / (left + trained):.2g} % "
+        f"of what would be trained ({left} of {left + trained} tokens); {others[rule]}, a larger data.sequence_tokens whole"
+    )

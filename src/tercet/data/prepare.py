@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from tercet.data import cache, corpus, figures, tokenizer
+from tercet.data import cache, corpus, figures, long, tokenizer
 from tercet.data.corpus import TRAIN
 from tercet.data.encoding import Encoding, Meter, Progress
 from tercet.data.kept import RunData, changes, described, judge
@@ -107,6 +107,9 @@ def prepare(
     for source in manifest["report"]["sources"]:
         for sentence in figures.warnings(source):
             say(sentence)
+    report = manifest["report"]
+    if long_rows := long.said(report.get("long_rows"), report["trained_tokens"]["train"], data.sequence_tokens):
+        say(long_rows)
     found = _open(folder / key, key, hit, manifest, mixing, seed, decided, files)
     _check_vocabulary(found.vocabulary, vocabulary, data.tokenizer)
     if data.stream:

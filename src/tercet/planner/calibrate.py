@@ -227,7 +227,8 @@ def of_run(folder: str | Path, here: Machine) -> Prepared:
             model=model,
             job=job,
             machine=machine,
-            tokens_per_s=summary.get("tokens_per_second"),
+            # Every position of a step, as the clock counts; the run's own figure counts trained tokens.
+            tokens_per_s=job.step_tokens / seconds if (seconds := summary.get("step_seconds")) else None,
             memory_bytes=max(summary["peak_bytes_per_rank"]),
             memory_kind="resident" if machine.card is None else "allocated",
             foreign=False,

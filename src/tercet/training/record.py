@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tercet.spec.run_folder import RunFolder
-from tercet.training.line import full_speed, step_line
+from tercet.training.line import full_step_seconds, step_line
 from tercet.units import show_seconds
 
 WARM_UP_STEPS = 2  # the first steps allocate and compile: no measure of speed
@@ -92,7 +92,7 @@ class Recorder:
         self._lost: set[str] = set()  # logs that failed: said once
         self._first_step, self._sources = first_step, source_names(sources)
         self._last_line = 0.0
-        self._limit = full_speed(run.read_plan())
+        self._least_seconds = full_step_seconds(run.read_plan())
         trim_events(run, first_step, done_there)
         self._file = run.events.open("ab", buffering=0)
         self._progress: Progress | None = None
@@ -172,7 +172,7 @@ class Recorder:
         for name, value in zip(self._sources, fields.get("source_loss", ()), strict=False):
             if value is not None:
                 self._scalar(f"train/loss of {name}", value, step)
-        line = step_line(fields, self._limit) + self._eta(step)
+        line = step_line(fields, self._least_seconds) + self._eta(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, line=line)
         elif self._console is not None:
