@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +21,19 @@ from tercet.planner.ledger import save_bytes
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Work
+from tercet.training.bench import row_of
 from tercet.training.disk import remove_leftovers
-from tercet.training.finish import _own_tokenizer
-from tercet.training.session import FIXED_ON_RESUME, begun, changed_keys, new_run, refuse_changes, remove_start
+from tercet.training.finish import _own_tokenizer, _peaks
+from tercet.training.pace import stopping_line
+from tercet.training.session import (
+    FIXED_ON_RESUME,
+    _short_of_disk,
+    begun,
+    changed_keys,
+    new_run,
+    refuse_changes,
+    remove_start,
+)
 from tercet.training.trained import TrainedModel
 from tercet.weights.writing import copy_tokenizer
 
@@ -173,3 +186,48 @@ def test_the_model_gets_the_runs_own_tokenizer_though_the_cache_is_gone(tmp_path
     (tmp_path / "model").mkdir()
     copy_tokenizer(_own_tokenizer(built), tmp_path / "model")  # type: ignore[arg-type]
     assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_request_to_stop_after_the_last_step_promises_no_further_one(tmp_path):
+    run, now = RunFolder(tmp_path), time.time()
+    events = [{"event": "start", "step": 0, "time": now, "total_steps": 3}]
+    events += [{"event": "step", "step": n, "time": now, "seconds": 1.0} for n in (1, 2)]
+    run.events.write_text("".join(json.dumps(e) + "\n" for e in events))
+    assert "finishing step 3" in stopping_line(run, now - 1)
+    with run.events.open("a") as file:
+        file.write(json.dumps({"event": "step", "step": 3, "time": now, "seconds": 1.0}) + "\n")
+    assert "every step is done" in stopping_line(run, now - 1) and "step 4" not in stopping_line(run, now - 1)
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert _short_of_disk(RunFolder(tmp_path), {"disk_bytes": free // 2}) is None
+    assert "are free in" in (_short_of_disk(RunFolder(tmp_path), {"disk_bytes": 2 * free}) or "")
+
+
+def test_a_resumed_runs_peak_is_that_of_all_its_starts():
+    steps = [{"memory_bytes": 800}, {"memory_bytes": None}, {"memory_bytes": 300}]
+    assert _peaks([385, 390], steps) == [800, 390] and _peaks([900, 10], steps) == [900, 10]
+
+
+def test_a_bench_takes_its_peak_before_it_profiles(tmp_path):
+    run = RunFolder(tmp_path)
+    run.plan.write_text(json.dumps({"name": "single", "micro_batch": 1, "accumulation": 1}))
+    run.summary.write_text(json.dumps({"device": "cpu", "peak_bytes_per_rank": [994], "train_loss": 1.0}))
+    held = [400, 471, 485, 567, 624, 994]
+    events = [
+        {"event": "step", "step": n, "time": 0.0, "seconds": 1.0, "tokens_per_second": 9.0, "memory_bytes": m}
+        for n, m in enumerate(held, 1)
+    ]
+    run.events.write_text("".join(json.dumps(e) + "\n" for e in events))
+    assert row_of(run, 1, 1, 2)["peak_bytes"] == 485
+
+
+@pytest.mark.slow
+def test_fewer_steps_than_are_done_are_refused_and_the_record_stays(cli):
+    cli.run("train", "small.yaml", "--ranks", "1", "--output", "run", "train.steps=4")
+    files = [cli.folder / "run" / name for name in ("recipe.yaml", "plan.json", "summary.json")]
+    before = [file.read_bytes() for file in files]
+    refused = cli.run("train", "--resume", "run", "train.steps=3", code=2)
+    assert "train.steps: 3 steps are asked for, and 4 are done" in refused.stderr
+    assert [file.read_bytes() for file in files] == before

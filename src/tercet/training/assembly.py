@@ -80,6 +80,11 @@ def assemble(
     world.meet()  # one rank's weights may come from a slower disk
     base = _base(recipe, spec, world)
     progress = _resume(run, engine, world, say, base, recipe.model.path)
+    if total_steps < progress.step:
+        raise InputError(
+            f"train.steps: {total_steps} steps are asked for, and {progress.step} are done and saved",
+            f"Ask for more than that, or begin another run: checkpoints of earlier steps are in {run.checkpoints}.",
+        )
     return Assembled(recipe, run, world, spec, strategy, prepared, kept, loader, total_steps, engine, progress, base)
 
 

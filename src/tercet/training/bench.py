@@ -35,14 +35,17 @@ def bench(
     strategies: words for strategy=, or nothing for the recipe's own. `per_rank` lets the effective batch grow
     with the ranks, the recipe's being that of the most ranks; otherwise every row does the same work.
     """
-    batch = load_recipe(recipe, overrides).train.batch_sequences
+    own = load_recipe(recipe, overrides)
+    batch = own.train.batch_sequences
     rows: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     seen: list[Any] = []
     for word in strategies or [""]:
         for n in ranks:
             keys = [*overrides, *([f"strategy={word}"] if word else []), *QUIET]
-            keys.append(f"train.steps={warm_up + steps + PROFILED_STEPS + 1}")
+            total = warm_up + steps + PROFILED_STEPS + 1
+            # A rate that rises longer than the run lasts would be remarked on; at the start it is small in any case.
+            keys += [f"train.steps={total}", f"optim.warmup_steps={min(own.optim.warmup_steps, total // 2)}"]
             if per_rank:
                 keys.append(f"train.batch_sequences={max(1, round(batch * n / max(ranks)))}")
             name = f"{word or 'recipe'}-{n}"
@@ -103,7 +106,8 @@ def row_of(run: RunFolder, ranks: int, warm_up: int, steps: int) -> dict[str, An
         "tokens_per_second": speed,
         "quartiles": [quarters[0], quarters[2]],
         "step_seconds": statistics.median(e["seconds"] for e in timed),
-        "peak_bytes": max(summary["peak_bytes_per_rank"]),
+        # Rank 0's at the last of them: a profiler holds memory too, and the summary's peak has it.
+        "peak_bytes": timed[-1].get("memory_bytes") or max(summary["peak_bytes_per_rank"]),
         # A card's peak is a data sheet's number: the prediction holds it, so the ratio of speeds gives ours.
         "mfu": mfu * speed / predicted if mfu and predicted and summary["device"] != "cpu" else None,
         "communication_share": share if ranks > 1 else 0.0,

@@ -107,12 +107,18 @@ def _summary(run: RunFolder, world: World, memory: list[Any], loop: Loop, second
         "seconds": seconds,
         "ranks": world.size,
         "device": world.device.type,
-        "peak_bytes_per_rank": [peak for peak, _ in memory],
+        "peak_bytes_per_rank": _peaks([peak for peak, _ in memory], steps),
         "memory": {moment: [m[moment] for _, m in memory] for moment in ("between_steps", "peak")},
         "failed": [f"step {step}: {what}" for step, what in loop.failed],
         "versions": versions(),
     }
     return summary
+
+
+def _peaks(of_this_start: list[int], steps: list[dict[str, Any]]) -> list[int]:
+    """Return the most that each rank has held; rank 0's in earlier starts of the run too, which its steps tell."""
+    earlier = [row["memory_bytes"] for row in steps if isinstance(row.get("memory_bytes"), int)]
+    return [max(of_this_start[:1] + earlier), *of_this_start[1:]]
 
 
 def versions() -> dict[str, str]:

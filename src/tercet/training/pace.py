@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 
@@ -11,17 +12,22 @@ from tercet.units import show_seconds
 
 RECENT_STEPS = 20
 LONG_STEP_SECONDS = 5.0  # from which on a request to stop is looked for between micro-batches too
+AFTER_THE_STEPS = "stopping: every step is done; ends when what is being written is whole, or at once where it waits; again to end now"
 BEFORE_A_STEP = "stopping before the first step of this start has ended; again to end at once"
 
 
 def stopping_line(run: RunFolder, since: float) -> str:
     """Return what happens between a request to stop and the end. `since`: when this start's ranks were started."""
     try:
-        steps = [e for e in run.read_events() if e["event"] == "step" and e["time"] >= since]
+        events = [e for e in run.read_events() if e["time"] >= since]
     except InputError:
-        steps = []
+        events = []
+    steps = [e for e in events if e["event"] == "step"]
+    total_steps = next((e["total_steps"] for e in reversed(events) if "total_steps" in e), math.inf)
     if not steps:
         return BEFORE_A_STEP
+    if steps[-1]["step"] >= total_steps:
+        return AFTER_THE_STEPS
     return sentence(steps[-1]["step"], [e["seconds"] for e in steps], time.time() - steps[-1]["time"])
 
 

@@ -21,6 +21,7 @@ from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
 from tercet.training.preflight import check_files, check_output, check_tokenizer, make_plan
 from tercet.training.warned import WARNED
+from tercet.units import show_bytes
 
 FIXED_ON_RESUME = ("model", "data", "train.seed", "train.batch_sequences", "train.freeze", "adapter")
 
@@ -138,6 +139,8 @@ class Session:
         write_run(run, self.recipe, self.plan)
         run.summary.unlink(missing_ok=True)
         self.say(f"run folder: {run.path}")
+        if not self._before and (short := _short_of_disk(run, self.plan)):
+            self.say(short)
 
     def hold(self, pids: Sequence[int | None]) -> None:
         """Write the ranks' processes into the lock."""
@@ -164,6 +167,17 @@ class Session:
             self._lock.release()
         if isinstance(error, InterruptedRun) and not (self._made and never_began):
             error.hint = resume_command(run)
+
+
+def _short_of_disk(run: RunFolder, plan: dict[str, Any]) -> str | None:
+    """Return what is to be said when the run folder's disk has no room for what the run will write."""
+    need, free = plan.get("disk_bytes") or 0, shutil.disk_usage(run.path).free
+    if need <= free:
+        return None
+    return (
+        f"disk: checkpoints, model and files need {show_bytes(need)}, {show_bytes(free)} are free in {run.path}; at the "
+        "first save without room the run does what output.disk_full says"
+    )
 
 
 def resume_command(run: RunFolder) -> str:
