@@ -14,7 +14,7 @@ from tercet.errors import InputError
 from tercet.planner.calibrate import PublishedRun
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES
 from tercet.planner.job import NF4_BYTES, Job
-from tercet.spec.adapter import adapted
+from tercet.spec.adapter import AdaptedLayer
 from tercet.spec.blocks.gqa import GQA
 from tercet.spec.blocks.mla import MLA
 from tercet.spec.blocks.moe import MoE
@@ -160,6 +160,21 @@ def model_of(m: dict[str, Any]) -> Model:
         layers=layers,
         tied=bool(m.get("tied_embeddings")),
         context_tokens=2**20,
+    )
+
+
+def adapted(model: Model, rank: int, targets: tuple[str, ...]) -> Model:
+    """Return the model frozen, with adapters on every layer's matrices of these names; on experts too, as hand-written
+    systems have them."""
+
+    def with_adapters(layer: Layer) -> Layer:
+        return AdaptedLayer(layer.attention, layer.feedforward, layer, rank, targets)
+
+    return replace(
+        model,
+        frozen=True,
+        layers=tuple(with_adapters(layer) for layer in model.layers),
+        mtp=tuple(replace(block, layer=with_adapters(block.layer)) for block in model.mtp),
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tercet.parallel.world import World
-from tercet.spec.recipe import OptimSection
+from tercet.spec.model import Balance
+from tercet.spec.recipe import OptimSection, TrainSection
 from tercet.spec.run_folder import RunFolder
-from tercet.training.schedule import learning_rate
+from tercet.training.schedule import further_terms, learning_rate
 from tests.loops import Dealt, loop_of, recorder_of
-from tests.tiny import tiny_engine, tiny_strategy
+from tests.tiny import tiny_engine, tiny_model, tiny_strategy
 
 ROWS, STEPS, WARMUP, LR = 12, 12, 4, 1e-3
 
@@ -37,6 +39,22 @@ def test_closed_formula(schedule):
     rates = [learning_rate(optim, s, STEPS) for s in range(STEPS)]
     assert rates == pytest.approx([closed(schedule, s) for s in range(STEPS)])
     assert rates[WARMUP - 1] == pytest.approx(LR)
+
+
+def test_what_is_learnt_besides_follows_optimizer_steps_too():
+    """DeepSeek-V3 (arXiv 2412.19437, 4.2): the bias moves until 14.3 of 14.8 T tokens, further predictions weigh 0.3
+    for the first 10 T and 0.1 from there on. Here of 148 steps."""
+    section = TrainSection.model_validate(
+        {"balance": {"bias_until": 14.3 / 14.8, "sequence_loss": 0.0001}, "mtp": {"late_after": 10 / 14.8}}
+    )
+    model = replace(tiny_model(), balance=Balance(bias_speed=0.001, batch_loss=0.5))
+    terms = [further_terms(section, model, step, 148) for step in range(148)]
+    assert [t.balance.bias_speed for t in terms] == [0.001] * 143 + [0.0] * 5
+    assert [t.mtp_weight for t in terms] == [0.3] * 100 + [0.1] * 48
+    assert {(t.balance.sequence_loss, t.balance.batch_loss) for t in terms} == {(0.0001, 0.5)}
+    still = further_terms(TrainSection.model_validate({"balance": {"bias_speed": 0.0}}), model, 0, 148)
+    assert still.balance.bias_speed == 0.0
+    assert further_terms(TrainSection(), model, 147, 148).balance.bias_speed == 0.001  # to the end, unless asked
 
 
 def train(world: World, precision: str, micro: int, overflows: bool, folder):

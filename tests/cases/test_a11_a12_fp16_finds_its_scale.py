@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tercet.engine import scaling
 from tercet.engine.scaling import FIRST, LossScale
 from tercet.errors import TercetError
 from tercet.parallel.world import World
@@ -86,6 +87,25 @@ def test_the_scale_doubles_after_a_thousand_good_steps():
         scale.after(False)
     assert scale.scale == FIRST and scale.after(False) == 2 * FIRST and scale.good == 0
     assert scale.after(True) == FIRST
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scale_moves_as_torchs_does(monkeypatch, seed):
+    """GradScaler's own rule (`torch._amp_update_scale_`): good steps count in a row, a bad one starts the count anew."""
+    monkeypatch.setattr(scaling, "GOOD_STEPS", 4)
+    ours, scale, good = LossScale(), torch.tensor([FIRST]), torch.zeros(1, dtype=torch.int32)
+    bad = torch.rand(60, generator=torch.Generator().manual_seed(seed)) < 0.2
+    for overflowed in bad:
+        torch._amp_update_scale_(scale, good, overflowed.float(), 2.0, 0.5, 4)
+        assert (ours.after(bool(overflowed)), ours.good) == (scale.item(), good.item())
+
+
+def test_the_scale_stays_within_its_bounds(monkeypatch):
+    """Beyond 2^24 a sum of the loss's own gradient leaves fp16 at once; below 1 it would make gradients smaller."""
+    monkeypatch.setattr(scaling, "GOOD_STEPS", 2)
+    ours = LossScale()
+    assert max(ours.after(False) for _ in range(60)) == 2.0**24 == ours.scale
+    assert min(ours.after(True) for _ in range(60)) == 1.0 == ours.scale
 
 
 def test_a_save_of_another_precision_starts_with_the_first_scale():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tercet.model.objective import CHUNK_TOKENS
 from tercet.parallel.world import World
+from tercet.spec.objective import CHUNK_TOKENS
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy
 
 VOCABULARY, TOKENS = 50_000, 64

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
+from tercet.errors import InputError
 from tercet.planner.launcher_files.conflicts import conflicts
 from tercet.spec.recipe import build_recipe
 from tercet.spec.strategy import Work, resolve
+from tercet.training.launched import _compare_with_launcher
 from tests.e2e.test_launchers import launch
 
 FILE = {
@@ -67,6 +72,22 @@ def test_auto_and_agreement_contradict_nothing():
     assert conflicts(agreed, recipe, strategy_of(recipe)) == []
     off = build_recipe({**RECIPE, "optim": {"clip": "none"}})
     assert conflicts({"gradient_clipping": 0.0}, off) == []
+
+
+def test_the_override_that_follows_the_file_can_be_pasted(tmp_path, monkeypatch):
+    """A shell hands over each key whole, brackets and spaces too; with them nothing is left to contradict."""
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    recipe = build_recipe(RECIPE)
+    session = SimpleNamespace(recipe=recipe, plan={"strategy": asdict(strategy_of(recipe))}, say=print)
+    with pytest.raises(InputError) as refused:
+        _compare_with_launcher(session)
+    keys = shlex.split(refused.value.hint.partition("with: ")[2])
+    assert "optim.betas=[0.9, 0.999]" in keys
+    followed = build_recipe(RECIPE, keys)
+    assert followed.optim.betas == (0.9, 0.999) and followed.strategy.engine == "deepspeed"
+    assert conflicts(FILE, followed, strategy_of(followed)) == []
 
 
 def test_plan_lists_the_conflicts(cli):

@@ -44,6 +44,17 @@ def test_the_groups_limit_is_found(tmp_path, cgroup, files, limit):
         assert str(tmp_path / "sys/fs/cgroup") in found.source
 
 
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_limit_of_each_process_counts_once_a_rank(tmp_path, monkeypatch, kind):
+    """setrlimit(2) limits a process, a control group all of them: three ranks may have three times the first."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda n: (2 * GIB, 2 * GIB) if n == kind else unlimited)
+    assert memory_limit(1, tmp_path).bytes == 2 * GIB
+    assert memory_limit(3, tmp_path).bytes == 6 * GIB
+    root = tree(tmp_path, "0::/\n", {"memory.max": str(5 * GIB)})
+    assert [memory_limit(n, root).bytes for n in (1, 2, 3)] == [2 * GIB, 4 * GIB, 5 * GIB]
+
+
 def limited(cli, bytes_, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "tercet", *arguments],

@@ -101,6 +101,17 @@ def test_one_look_without_an_answer_is_not_a_lost_card(tmp_path, monkeypatch):
     assert found.lost is None and said == []
 
 
+def test_a_card_missed_twice_but_not_in_a_row_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    whole, short = (rows(0, 1, 2), ""), (rows(0, 2), "")
+    named = ([], "Unable to determine the device handle for GPU 0000:02:00.0")
+    for missed in (short, named):
+        found, said = watch(tmp_path, monkeypatch, [whole, missed, whole, missed, whole, missed])
+        assert found.lost is None and said == [] and not (tmp_path / "events.jsonl").exists()
+    found, _ = watch(tmp_path, monkeypatch, [whole, short, whole, short, short])
+    assert found.lost is not None and "card 1" in found.lost
+
+
 def test_a_card_that_the_run_does_not_use_does_not_end_it(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found, said = watch(tmp_path, monkeypatch, [(rows(0, 1, 2), ""), (rows(0, 1), ""), (rows(0, 1), "")])

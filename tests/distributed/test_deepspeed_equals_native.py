@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.engine.deepspeed import config as deepspeed_config
 from tercet.parallel.world import World
+from tercet.spec import deepspeed as limits
 from tests.deepspeed_tiny import LAYOUTS, engine_of, layout, needs_deepspeed
 from tests.ranks import Ranks
 from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
@@ -98,11 +98,11 @@ def test_same_as_one_native_process(pools, alone, size, name, precision, options
 
 
 def small_buckets(world: World, name: str, precision: str):
-    before, deepspeed_config.LARGEST_BUCKET = deepspeed_config.LARGEST_BUCKET, 1000
+    before, limits.LARGEST_BUCKET = limits.LARGEST_BUCKET, 1000
     try:
         return deepspeed(world, name, precision, {}, False, False, {})
     finally:
-        deepspeed_config.LARGEST_BUCKET = before
+        limits.LARGEST_BUCKET = before
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.engine.deepspeed import config as deepspeed_config
 from tercet.parallel.world import World
-from tercet.planner import ledger
 from tercet.planner.job import of_strategy
 from tercet.planner.ledger import host_rows, ledger_for
+from tercet.spec import deepspeed as limits
 from tercet.spec.counts import Counts
 from tercet.spec.strategy import Work
 from tests.deepspeed_tiny import LAYOUTS, engine_of, layout, needs_deepspeed
@@ -50,18 +49,11 @@ def test_measured_beside_estimated(pools, name, accumulation, precision):
         assert there == pytest.approx(host[row], rel=0.03, abs=8 * largest if name == "zero2-cpu" else 200), row
 
 
-def test_both_sides_know_the_same_limits():
-    assert (ledger.DEEPSPEED_BUCKET, ledger.DEEPSPEED_LIVE) == (deepspeed_config.LARGEST_BUCKET, deepspeed_config.LIVE)
-    assert ledger.NVME_WEIGHT_BUFFERS == deepspeed_config.NVME_WEIGHT_BUFFERS
-
-
 def held_within(world: World, name: str, precision: str, bucket: int, live: int):
     """As `held`, with limits that the tiny model exceeds, as a large one exceeds the real ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed_config, "LARGEST_BUCKET", bucket)
-        patch.setattr(deepspeed_config, "LIVE", live)
-        patch.setattr(ledger, "DEEPSPEED_BUCKET", bucket)
-        patch.setattr(ledger, "DEEPSPEED_LIVE", live)
+        patch.setattr(limits, "LARGEST_BUCKET", bucket)
+        patch.setattr(limits, "LIVE", live)
         return held(world, name, precision, 2)
 
 

@@ -130,9 +130,14 @@ def test_nf4_is_bitsandbytes_own(shape):
     assert (wanted - weight).abs().max() < 0.4, "near the weight"
 
 
-def test_a_cached_token_sees_the_adapter_too():
-    """Latent attention multiplies with kv_b_proj's weight itself when one token is added: adapters count there."""
-    model = with_adapter(tiny_deepseek(), replace(LORA, targets=("kv_b_proj",)))
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 8 / 4), (True, 8 / 4**0.5)])
+def test_a_cached_token_sees_the_adapter_too(rslora, scale):
+    """Latent attention multiplies with kv_b_proj's weight itself when one token is added: adapters count there.
+
+    rsLoRA (arXiv 2312.03732) divides alpha by the root of the rank: so it is printed, and so it counts.
+    """
+    model = with_adapter(tiny_deepseek(), replace(LORA, targets=("kv_b_proj",), rslora=rslora))
+    assert f"LoRA of rank 4, scale {scale:g};" in describe_adapter(model)[0]
     with torch.device("meta"):
         module = Decoder(model)
     adapt(module, model)
@@ -151,6 +156,6 @@ def test_a_cached_token_sees_the_adapter_too():
     make_buffers(module)
     module.eval()
     wrapped = module.model.layers["0"].self_attn.kv_b_proj
-    product = wrapped.lora_B["default"].weight @ wrapped.lora_A["default"].weight * LORA.scaling
+    product = wrapped.lora_B["default"].weight @ wrapped.lora_A["default"].weight * scale
     torch.testing.assert_close(weight_of(wrapped), wrapped.base_layer.weight + product)
     assert product.abs().max() > 0.01

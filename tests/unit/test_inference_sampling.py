@@ -12,10 +12,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tercet.inference.sampling import Sampling, choose
+from tercet.inference.sampling import Sampling, choose, penalised, probabilities
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
-TEXT = [3, 7, 7, 20]
+TEXT = [3, 7, 7, 20, int(LOGITS.argmax()), int(LOGITS.argmin())]  # of both signs
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,13 @@ TEXT = [3, 7, 7, 20]
         Sampling(temperature=1.0, top_k=5),
         Sampling(temperature=1.5, top_p=0.8),
         Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=2.0, min_p=0.4),
+        Sampling(temperature=1.3, repetition_penalty=2.0),
+        Sampling(temperature=1.3, repetition_penalty=0.7),
         Sampling(temperature=0.9, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
     ],
 )
-def test_frequencies_are_those_of_transformers_probabilities(how):
+def test_probabilities_are_transformers(how):
     scores = LOGITS[None]
     ids = torch.tensor([TEXT])
     for warper in (
@@ -40,12 +43,20 @@ def test_frequencies_are_those_of_transformers_probabilities(how):
     ):
         scores = warper(ids, scores)
     expected = scores.softmax(-1)[0]
-    chance = how.generator()
-    counts = torch.zeros(50)
+    found = probabilities(penalised(LOGITS, TEXT, how.repetition_penalty), how)
+    torch.testing.assert_close(found / found.sum(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_are_chosen_as_often_as_they_are_probable_and_the_penalised_scores_returned():
+    how, chance, counts = Sampling(temperature=1.5, top_k=5, repetition_penalty=1.5), torch.Generator(), torch.zeros(50)
+    best = LOGITS.topk(3).indices.tolist()
     for _ in range(2000):
-        counts[choose(LOGITS, TEXT, how, chance)[0]] += 1
+        token, scores = choose(LOGITS, best, how, chance)
+        counts[token] += 1
+    expected = probabilities(penalised(LOGITS, best, 1.5), how)
     assert not counts[expected == 0].any()
-    assert (counts / 2000 - expected).abs().max() < 0.05
+    assert (counts / 2000 - expected / expected.sum()).abs().max() < 0.05
+    assert torch.equal(scores, RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([best]), LOGITS[None])[0])
 
 
 def test_zero_temperature_takes_the_best_and_the_penalty_acts_there_too():

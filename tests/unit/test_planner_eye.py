@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tercet.cli import app
 from tercet.errors import InputError
 from tercet.planner.answer import plan
-from tercet.planner.table import GIB, show, thousands
+from tercet.planner.table import GIB, show, thousands, verdict
 from tercet.planner.what_if import parse_what_if
 
 BOX = {"gpus": "3x4090", "host_ram": "128GiB", "links": "x16,x8,x4"}
@@ -65,6 +65,17 @@ def test_the_text_keeps_to_eighty_columns_and_draws_the_peak(answer):
     assert whole.count("#") == pytest.approx(sum(best["ledger"].values()) / there * room, abs=1)
     # The rows lie end to end: together they are as long as their sum.
     assert sum(line.count("#") for line in bars[:-1]) == pytest.approx(whole.count("#"), abs=len(bars))
+
+
+@pytest.mark.parametrize(
+    ("beyond", "chance", "says"),
+    [(-1, 0.3, "FITS: "), (0, 0.3, "FITS: "), (1, 0.3, "FITS, BARELY: "), (1, None, "FITS: ")],
+)
+def test_it_fits_barely_where_the_plan_is_larger_than_the_card(answer, beyond, chance, says):
+    """More is planned than a card has, and yet it is likelier to run than not (None: a CPU's rank, no card)."""
+    best = {**answer["strategies"][0], "out_of_memory_chance": chance}
+    best["card_bytes"] = best["usable_bytes"] + beyond
+    assert verdict({**answer, "strategies": [best]}, 80).startswith(says)
 
 
 def test_a_refusal_is_one_line():

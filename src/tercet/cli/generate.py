@@ -52,7 +52,14 @@ def register(app: typer.Typer) -> None:
         from tercet.inference.sampling import Sampling
         from tercet.inference.served import open_served
 
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
         served = open_served(folder, None, device, quantize, say_aside)
         if len(prompts) == 1 and not as_json:
             _show(served, prompts[0], tokens, sampling, stop or [])

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from tercet.data.stream import StreamMix
+from tercet.spec.objective import IGNORED
 
 if TYPE_CHECKING:
     from tercet.data.mix import Mix
     from tercet.data.prepare import Prepared
     from tercet.data.shards import Rows
 
-IGNORED = -100  # label of a token that is not trained
 IDLE = -1  # number of a place that holds no row
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
-GOOD_STEPS = 1000  # in a row, before the scale doubles; engine/deepspeed/config.py tells DeepSpeed the same
+GOOD_STEPS = 1000  # in a row, before the scale doubles
 
 
 @dataclass

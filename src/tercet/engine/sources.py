@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tercet.engine import MicroBatch
-from tercet.model.objective import IGNORED, RowLosses
+from tercet.model.objective import RowLosses
+from tercet.spec.objective import IGNORED
 
 
 class SourceSums:

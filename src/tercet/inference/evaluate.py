@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tercet.data.loader import IGNORED, Batch, rows_once, weighted
+from tercet.data.loader import Batch, rows_once, weighted
 from tercet.data.losses import complete
 from tercet.data.shards import Rows
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.inference.device import choose_device, on_device
+from tercet.spec.objective import IGNORED
 from tercet.weights.reading import DTYPES, load_model, model_place
 
 Progress = Callable[[int], None]  # is told how many rows more are done

@@ -38,22 +38,32 @@ class Sampling:
 
 def choose(logits: Tensor, text: Sequence[int], how: Sampling, generator: torch.Generator) -> tuple[int, Tensor]:
     """Return (token, the logits after the penalty and before the cuts) of logits (vocabulary,) in fp32."""
-    if how.repetition_penalty != 1.0 and text:
-        seen = torch.tensor(sorted({i for i in text if i < len(logits)}), dtype=torch.long)
-        values = logits[seen]
-        logits = logits.clone()
-        logits[seen] = torch.where(values > 0, values / how.repetition_penalty, values * how.repetition_penalty)
-    scores = logits
+    scores = penalised(logits, text, how.repetition_penalty)
     if how.temperature < COLDEST:
-        return int(logits.argmax()), scores
+        return int(scores.argmax()), scores
+    return int(torch.multinomial(probabilities(scores, how), 1, generator=generator)), scores
+
+
+def penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:
+    if penalty == 1.0 or not text:
+        return logits
+    seen = torch.tensor(sorted({i for i in text if i < len(logits)}), dtype=torch.long)
+    values = logits[seen]
+    logits = logits.clone()
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def probabilities(logits: Tensor, how: Sampling) -> Tensor:
+    """Return what each token's chance is in proportion to, after the cuts; temperature is above 0."""
     logits = (logits - logits.max()) / how.temperature
     if 0 < how.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(how.top_k).values[-1], -torch.inf)
-    probabilities = logits.softmax(-1)
+    chances = logits.softmax(-1)
     if how.top_p < 1.0:
-        ordered, order = probabilities.sort(descending=True)
+        ordered, order = chances.sort(descending=True)
         dropped = order[ordered.cumsum(0) - ordered >= max(how.top_p, 1e-9)]
-        probabilities = probabilities.index_fill(0, dropped, 0.0)
+        chances = chances.index_fill(0, dropped, 0.0)
     if how.min_p > 0.0:
-        probabilities = probabilities.masked_fill(probabilities < how.min_p * probabilities.max(), 0.0)
-    return int(torch.multinomial(probabilities, 1, generator=generator)), scores
+        chances = chances.masked_fill(chances < how.min_p * chances.max(), 0.0)
+    return chances

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tercet.model.objective import IGNORED
 from tercet.spec.model import Balance
+from tercet.spec.objective import IGNORED
 
 
 @dataclass(frozen=True)

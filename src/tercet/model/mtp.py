@@ -15,10 +15,10 @@ from tercet.model.attention import Documents
 from tercet.model.balance import Tally, document_numbers
 from tercet.model.linear import Linear
 from tercet.model.norm import RMSNorm
-from tercet.model.objective import IGNORED
 from tercet.model.rope import Table
 from tercet.spec.blocks.mtp import MTP
 from tercet.spec.model import Model
+from tercet.spec.objective import IGNORED
 
 
 class SharedHead(nn.Module):

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a label that is not trained
-CHUNK_TOKENS = 512  # tokens whose logits exist at once; large enough to keep the matmul efficient
+from tercet.spec.objective import CHUNK_TOKENS, IGNORED
 
 
 class RowLosses:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tercet.errors import InputError, listed
-from tercet.model.objective import IGNORED, RowLosses
+from tercet.model.objective import RowLosses
 from tercet.spec.families.through_transformers import SAVE_WITH_IT, TransformersModel, build
 from tercet.spec.model import Balance
+from tercet.spec.objective import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

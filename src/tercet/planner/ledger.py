@@ -11,9 +11,11 @@ from __future__ import annotations
 from tercet.planner import host as resident
 from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load
 from tercet.planner.job import Job, of_strategy
+from tercet.spec import deepspeed as limits
 from tercet.spec.blocks.cost import Kept
 from tercet.spec.counts import Counts, LayerKind
 from tercet.spec.model import Model
+from tercet.spec.objective import CHUNK_TOKENS
 from tercet.spec.recompute import levels
 from tercet.spec.saving import PIECE_BYTES, copies_fit
 from tercet.spec.strategy import Strategy, Work
@@ -21,11 +23,7 @@ from tercet.spec.strategy import Strategy, Work
 STATE_ROWS = ("weights", "master", "gradients", "optimizer")
 CARD_ROWS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 HOST_ROWS = ("states", "pinned", "inputs", "loading")
-CHUNK_TOKENS = 512  # twin of model/objective.py: tokens whose logits exist at once
-DEEPSPEED_BUCKET = 200_000_000  # elements; twin of LARGEST_BUCKET in engine/deepspeed/config.py
-DEEPSPEED_LIVE = 1_000_000_000  # elements; twin of LIVE in engine/deepspeed/config.py
 DEEPSPEED_REDUCED = 500_000_000  # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's runtime/engine.py
-NVME_WEIGHT_BUFFERS = 8  # twin in engine/deepspeed/config.py
 
 # A Python process that has imported torch and holds a tiny model, without its tensors: measured on CPU builds
 # of torch 2.13. It counts where ranks live in host memory.
@@ -264,12 +262,12 @@ def deepspeed_buffers(counts: Counts, job: Job, on_gpu: bool) -> tuple[float, fl
     Gradients are laid end to end in a bucket and reduced in fp32 when it is full (its stage_1_and_2.py and stage3.py);
     stage 0 and stage 1's bf16 optimizer reduce them after backward (its engine.py, buffered_allreduce_fallback).
     """
-    bucket = min(job.bucket or DEEPSPEED_BUCKET, counts.parameters)
+    bucket = min(job.bucket or limits.LARGEST_BUCKET, counts.parameters)
     narrow = job.gradient_bytes < 4  # added up and sent in the weights' format, as DeepSpeed does unless told otherwise
     if job.zero == 3:
         # The bucket stands; what it sends is put together anew. A weight is kept until so many others have been used.
         near = 2 * counts.largest_layer + counts.outside_parameters
-        live = near if "weights" in job.nvme else max(2 * counts.largest_layer, DEEPSPEED_LIVE)
+        live = near if "weights" in job.nvme else max(2 * counts.largest_layer, limits.LIVE)
         sent = job.gradient_bytes * bucket
         return sent, job.weight_bytes * min(live, counts.parameters), sent
     # Sent is a flat copy in fp32; of gradients in fewer bits there is one in these besides.
@@ -388,7 +386,7 @@ def nvme_buffers(counts: Counts, job: Job) -> float:
     part = -(-counts.largest_tensor // job.shards)
     found = 4.0 * 4 * part if "optimizer" in job.nvme else 0.0
     if "weights" in job.nvme:
-        found += job.weight_bytes * (NVME_WEIGHT_BUFFERS * part + counts.largest_tensor)
+        found += job.weight_bytes * (limits.NVME_WEIGHT_BUFFERS * part + counts.largest_tensor)
     return found
 
 

@@ -84,20 +84,6 @@ def targeted(name: str, targets: tuple[str, ...]) -> bool:
     return any(last == t or last.startswith(f"{t}_") for t in targets)
 
 
-def adapted(model: Model, rank: int, targets: tuple[str, ...]) -> Model:
-    """Return the model with all its own tensors frozen and adapters on every layer's matrices of these names."""
-
-    def with_adapters(layer: Layer) -> Layer:
-        return AdaptedLayer(layer.attention, layer.feedforward, layer, rank, targets)
-
-    return replace(
-        model,
-        frozen=True,
-        layers=tuple(with_adapters(layer) for layer in model.layers),
-        mtp=tuple(replace(block, layer=with_adapters(block.layer)) for block in model.mtp),
-    )
-
-
 # ----------------------------------------------------------------------------------------- what a recipe asks for
 
 

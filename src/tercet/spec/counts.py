@@ -125,10 +125,6 @@ class Counts:
         return sum(t.parameters for t in self.outside)
 
     @cached_property
-    def tensor_count(self) -> int:
-        return sum(n for _, n in self.tensors)
-
-    @cached_property
     def head_parameters(self) -> int:
         return self.model.vocabulary * self.model.width
 

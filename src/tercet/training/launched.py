@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import sys
 import time
@@ -199,7 +200,7 @@ def _compare_with_launcher(session: Session) -> None:
         if engine is not None:
             sentences.insert(0, f"strategy.engine is {engine[1]} in the recipe, the launcher's file is for {engine[0]}")
         raise InputError(
-            "\n".join(sentences), f"Change the file, or follow it with: {' '.join(dict.fromkeys(changes))}"
+            "\n".join(sentences), f"Change the file, or follow it with: {shlex.join(dict.fromkeys(changes))}"
         )
     if engine is not None:
         session.say(f"the launcher's file asks for DeepSpeed; the recipe counts: engine {strategy.engine}")

@@ -6,26 +6,24 @@ runtime/precision_config.py (github.com/deepspeedai/DeepSpeed, 0.19).
 
 from __future__ import annotations
 
+from math import log2
 from pathlib import Path
 from typing import Any
 
+from tercet.engine.scaling import FIRST, GOOD_STEPS, SMALLEST
+from tercet.spec import deepspeed as limits
 from tercet.spec.model import Model
 from tercet.spec.recipe import OptimSection
 from tercet.spec.strategy import Strategy
 
-LARGEST_BUCKET = 200_000_000  # elements; DeepSpeed's own 5e8 takes 2 GB of a 24 GB card for each fp32 bucket
-# Elements: under stage 3 a weight stays whole until so many others have been used (DeepSpeed's own default).
-LIVE = 1_000_000_000
-# Whole weights that a rank reads from files at once: one module's, and what lies between two.
-NVME_WEIGHT_BUFFERS = 8
 NEVER = 10**9  # steps between two of DeepSpeed's own progress lines: the run has its own
-# Starts at 2^16 and doubles after 1000 clean steps; every overflow halves it (hysteresis 1).
+# As the native engine scales (engine/scaling.py); every overflow halves (hysteresis 1).
 LOSS_SCALING = {
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
+    "loss_scale": 0,  # dynamic
+    "initial_scale_power": int(log2(FIRST)),
+    "loss_scale_window": GOOD_STEPS,
     "hysteresis": 1,
-    "min_loss_scale": 1,
+    "min_loss_scale": int(SMALLEST),
 }
 # DeepSpeed's defaults, written out.
 ASYNC_IO = {
@@ -106,7 +104,7 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
     if strategy.zero == 0:
         return {"stage": 0}
     largest = max(t.parameters for t in model.tensors())
-    bucket = min(LARGEST_BUCKET, model.parameters)  # a larger tensor is reduced by itself
+    bucket = min(limits.LARGEST_BUCKET, model.parameters)  # a larger tensor is reduced by itself
     section: dict[str, Any] = {
         "stage": strategy.zero,
         "contiguous_gradients": True,
@@ -124,8 +122,8 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
         # As many parameters as are worth fetching ahead: one layer. Norms and other small ones stay everywhere.
         "stage3_prefetch_bucket_size": layer,
         "stage3_param_persistence_threshold": 10 * model.width,
-        "stage3_max_live_parameters": max(2 * layer, LIVE),
-        "stage3_max_reuse_distance": max(2 * layer, LIVE),
+        "stage3_max_live_parameters": max(2 * layer, limits.LIVE),
+        "stage3_max_reuse_distance": max(2 * layer, limits.LIVE),
         "stage3_gather_16bit_weights_on_model_save": False,
         "sub_group_size": max(1, min(model.parameters, 1_000_000_000)),
     }
@@ -138,7 +136,7 @@ def zero_section(model: Model, strategy: Strategy, on_card: bool, swap: Path | N
         section["offload_param"] = offload(strategy.offload_weights, on_card, swap)
     if "weights" in strategy.on_nvme:
         section["offload_param"] |= {
-            "buffer_count": NVME_WEIGHT_BUFFERS,
+            "buffer_count": limits.NVME_WEIGHT_BUFFERS,
             "buffer_size": nvme_weight_buffer(largest, strategy.ranks),
             "max_in_cpu": 0,
         }

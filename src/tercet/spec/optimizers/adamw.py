@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim names them, and as checkpoints do
-STATE_BYTES = 4 * len(MOMENTS)  # per element, in fp32
 COUNT_BYTES = 4  # per tensor that a rank holds any rows of
 
 
