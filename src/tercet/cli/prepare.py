@@ -98,13 +98,20 @@ def _say(text: str) -> None:
 
 def _recipe(name: str, overrides: list[str], model: str | None) -> Recipe:
     """Return the recipe that is named, or one around a file of data."""
-    from tercet.errors import InputError
+    from glob import has_magic
+
+    from tercet.errors import InputError, nearest
     from tercet.spec.recipe import build_recipe, load_recipe, shipped_recipes
 
     path = Path(name).expanduser()
-    is_data = name.startswith("package:") or path.is_dir() or (path.is_file() and path.suffix not in (".yaml", ".yml"))
-    if not is_data or (name in shipped_recipes() and not path.is_file()):
+    if (name in shipped_recipes() and not path.is_file()) or path.suffix in (".yaml", ".yml"):
         return load_recipe(name, [*([f"model={model}"] if model else []), *overrides])
+    if not (path.exists() or name.startswith(("package:", "hub:")) or has_magic(name)):
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(
+            f"there is no file, folder or recipe {name!r}{nearest(path.name, [*beside, *shipped_recipes()])}",
+            f"Give a file or folder of data, a recipe's YAML file or a shipped one: {', '.join(shipped_recipes())}.",
+        )
     tree: dict[str, Any] = {"name": "data alone", "data": {"train": [{"path": name}]}}
     if model is not None:
         tree["model"] = _with_weights(model)
@@ -132,7 +139,7 @@ def _holds_chats(path: Path) -> bool:
     from tercet.data.sources import find
     from tercet.spec.recipe import SourceSection
 
-    if str(path).startswith("package:"):
+    if str(path).startswith(("package:", "hub:")):
         return False
     source = find(SourceSection(path=str(path)), "data.train.0")
     for file in source.files[:1]:

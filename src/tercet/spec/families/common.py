@@ -161,12 +161,7 @@ def build_gqa(sizes: Sizes, **options: Any) -> GQA:
     kv_heads = sizes.get("kv_heads") or heads
     head_dim = sizes.get("head_dim")
     if head_dim is None:
-        if width % heads:
-            valid = [h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0]
-            raise InputError(
-                f"model.width {width} is not divisible by model.heads {heads}",
-                f"Nearest numbers of heads that divide it: {_nearest(valid, heads)}; or set model.head_dim.",
-            )
+        _check_heads(width, heads)
         head_dim = width // heads
     if head_dim % 2:
         raise InputError(f"model.head_dim is {head_dim}; rotary embedding needs an even number")
@@ -177,6 +172,28 @@ def build_gqa(sizes: Sizes, **options: Any) -> GQA:
             f"Nearest numbers of key-value heads that divide it: {_nearest(valid, kv_heads)}.",
         )
     return GQA(heads, kv_heads, head_dim, **options)
+
+
+def _check_heads(width: int, heads: int) -> None:
+    """Raise InputError where a width is not cut into heads of one even size, with numbers of heads or widths that are."""
+    if width % (2 * heads) == 0:
+        return
+    if width % heads:
+        wrong = f"model.width {width} is not divisible by model.heads {heads}"
+    else:
+        wrong = (
+            f"model.width {width} in model.heads {heads} makes heads of {width // heads}; rotary embedding needs an "
+            "even size"
+        )
+    if valid := [h for h in range(1, width // 2 + 1) if width % (2 * h) == 0]:
+        raise InputError(wrong, f"Nearest numbers of heads that do: {_nearest(valid, heads)}; or set model.head_dim.")
+    below = width // (2 * heads) * 2 * heads
+    widths = " or ".join(str(w) for w in (below, below + 2 * heads) if w)
+    raise InputError(
+        wrong,
+        f"No number of heads cuts the odd width {width} into heads of an even size, which rotary embedding needs: take "
+        f"a model.width of {widths}, or set model.head_dim.",
+    )
 
 
 def build_model(sizes: Sizes, name: str, family: str, **fields: Any) -> Model:

@@ -31,6 +31,20 @@ Auto = Literal["auto"]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_sections(cls, value: Any) -> Any:
+        """A section all of whose lines are commented out is not there: its defaults hold."""
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if v is not None or not cls._is_optional_section(k)}
+
+    @classmethod
+    def _is_optional_section(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        made_by = field.default_factory if field is not None else None
+        return isinstance(made_by, type) and issubclass(made_by, Section)
+
 
 # --------------------------------------------------------------------------------------------------- sections
 

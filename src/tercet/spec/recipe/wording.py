@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import SequenceMatcher
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -105,8 +106,10 @@ def _sentence(fault: Any, key: str, parts: list[str]) -> str:
     kind, value, context = fault["type"], fault.get("input"), fault.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(parts)
-    if kind == "missing" or (value is None and kind.endswith("_type")):
+    if kind == "missing":
         return f"{key} is missing"
+    if value is None and kind.endswith("_type"):
+        return f"{key} is empty"
     if kind in _BOUNDS:
         return f"{key} is {value}; it must be {_range(parts) or f'{_BOUNDS[kind][1]} {context[_BOUNDS[kind][0]]}'}"
     if kind == "literal_error":
@@ -189,16 +192,32 @@ def _unknown_key(parts: list[str]) -> str:
         "gradient_accumulation_steps": "batch_sequences",
         "num_train_epochs": "epochs",
     }
-    from difflib import get_close_matches
-
     folded = last.replace("-", "_").lower()
-    names = get_close_matches(folded, [*keys, *aliases], n=3, cutoff=0.6)
-    found: list[str] = []
-    for name in names:
+    found: dict[str, float] = {f"{prefix}.{name}": _likeness(folded, name) for name in _names_beside(parts)}
+    for name in (*keys, *aliases):
         for full in keys.get(name, []) or keys.get(aliases.get(name, ""), []):
-            if full not in found:
-                found.append(full)
-    # The user's own section first: that is where the slip most probably is.
-    found.sort(key=lambda full: full.rpartition(".")[0] != prefix)
-    proposal = f"; did you mean {', '.join(found[:3])}?" if found else ""
+            found[full] = max(found.get(full, 0.0), _likeness(folded, name))
+    # The user's own section is where the slip most probably is, unless another has a nearer name.
+    near = sorted(
+        (full for full, like in found.items() if like >= 0.6),
+        key=lambda full: (-found[full], full.rpartition(".")[0] != prefix),
+    )
+    if near and near[0].rpartition(".")[0] == prefix:
+        near = [full for full in near if full.rpartition(".")[0] == prefix]
+    proposal = f"; did you mean {', '.join(near[:3])}?" if near else ""
     return f"unknown key {key}{proposal}"
+
+
+def _names_beside(parts: list[str]) -> list[str]:
+    """Return the names of the section that a key stands in, entries of a list included."""
+    section: type[Section] | None = Recipe
+    for part in parts[:-1]:
+        if section is not None and part in section.model_fields:
+            section = _section_of(section.model_fields[part].annotation)
+        elif not part.isdecimal():
+            return []
+    return list(section.model_fields) if section is not None else []
+
+
+def _likeness(given: str, name: str) -> float:
+    return SequenceMatcher(None, name, given).ratio()
