@@ -76,6 +76,9 @@ def test_accelerate_with_the_published_file_made_whole(cli):
     )
     assert "distributed_type" in refused
     said = cli.run("plan", "--accelerate-config", "published.yaml", "--write", "fixed.yaml").stdout
+    (command,) = [line for line in said.splitlines() if "accelerate launch --config_file fixed.yaml" in line]
+    assert command.endswith("tercet train RECIPE strategy.engine=deepspeed strategy.zero=3 train.precision=fp16")
+    said = " ".join(said.split())
     assert "add distributed_type: DEEPSPEED" in said
     assert "dead: deepspeed_config.load_from_fp32_weights" in said
     assert "strategy.engine=deepspeed strategy.zero=3" in said

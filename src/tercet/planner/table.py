@@ -19,7 +19,8 @@ def show(answer: dict[str, Any], rows: int | None = None, width: int = 80, detai
     """Return what `tercet plan` prints; no line but the command is wider than `width`."""
     parts = [verdict(answer, width), head(answer, width)]
     if answer.get("read"):
-        parts.append("\n".join(wrapped(line, width) for line in answer["read"]))
+        # What stands four in is a command, to be copied whole.
+        parts.append("\n".join(line if line.startswith("    ") else wrapped(line, width) for line in answer["read"]))
     strategies = answer["strategies"]
     shown = rows or (6 if details else 4)
     if strategies:

@@ -50,10 +50,9 @@ def plan_from_files(
     lines = reading_lines(found)
     if write:
         write_accelerate(found, write, launcher_overrides(found))
-        lines.append(
-            f"written: {write}; start with: accelerate launch --config_file {write} -m tercet train RECIPE "
-            + " ".join(launcher_overrides(found))
-        )
+        keys = " ".join(launcher_overrides(found))
+        lines.append(f"written: {write}; start with:")
+        lines.append(f"{COMMAND}accelerate launch --config_file {write} -m tercet train RECIPE {keys}")
     common: dict[str, Any] = {
         "read": lines,
         "findings": [{"key": k, "kind": kind, "says": s} for k, kind, s in found.findings],
@@ -93,6 +92,7 @@ def _conflict_lines(name: str, overrides: list[str], deepspeed: str | None) -> l
 
 
 # The options of `tercet plan` that describe a machine.
+COMMAND = "    "  # before a line that is to be copied whole
 MACHINE = ("gpus", "host_ram", "links", "ranks", "host", "power_limit", "p2p", "disk")
 
 
