@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tercet.data.tokenizer import train
 from tercet.inference.text import HALF, TextStream
@@ -40,6 +41,43 @@ def test_no_piece_holds_half_a_character(text):
 def test_joined_it_is_the_whole_text(text, prompt):
     pieces, _ = push_all(text, prompt=prompt)
     assert "".join(pieces) == text
+
+
+def sentencepiece_with_bytes() -> Tokenizer:
+    """As Llama 2's: what is no piece becomes one piece a byte, and the decoder drops the first space."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
+    model = models.BPE({p: n for n, p in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
+    made = Tokenizer(model)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+PIECES = sentencepiece_with_bytes()
+
+
+def push_pieces(text: str, prompt: str) -> list[str]:
+    before = PIECES.encode(prompt).ids if prompt else []
+    stream = TextStream(PIECES.decode, before)
+    return [*(stream.push(i) for i in PIECES.encode(prompt + text).ids[len(before) :]), stream.finish()]
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "a 前文", "🙂🙂", "é🙂", "a前🙂文🙂", "½½½½"])
+@pytest.mark.parametrize("text", ["模型🙂", "é👍🏽 ½", "a模 b"])
+def test_pieces_of_one_byte_show_each_character_when_it_is_whole(text, prompt):
+    pieces = [p for p in push_pieces(text, prompt) if p]
+    assert "".join(pieces) == text and len(pieces) >= len(text) - 1  # a space may come with what follows
+    assert all(HALF not in piece for piece in pieces)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text("ab 模型🙂é½", min_size=1, max_size=8), st.text("ab 模型🙂é½", max_size=8))
+def test_pieces_of_one_byte_join_to_the_whole_text(text, prompt):
+    prompt = prompt.rstrip()  # a text behind it may begin with the space
+    text = text if prompt else text.lstrip() or "a"  # SentencePiece writes one space in front of a text itself
+    assert "".join(push_pieces(text, prompt)) == text
 
 
 def test_a_character_that_stays_half_is_shown_at_the_end():

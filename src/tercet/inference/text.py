@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 HALF = "\ufffd"  # what bytes that are no whole character are decoded to
 CONTEXT = 6  # tokens of the prompt that decide whether the text goes on with a space
+LONGEST = 4  # bytes, and so tokens, of a character in UTF-8
 
 
 class TextStream:
@@ -16,7 +17,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         self._decode, self._stops = decode, [s for s in stops if s]
-        self._before = list(prompt[-CONTEXT:])
+        self._before = _end_of(prompt, decode)
         self._begin = len(decode(self._before)) if self._before else 0
         self._ids: list[int] = []
         self.text, self.shown, self.stopped = "", 0, False
@@ -53,3 +54,10 @@ class TextStream:
                     certain -= length
                     break
         return certain
+
+
+def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the prompt's last tokens, from where a character begins: SentencePiece's byte pieces (<0xE4>) decode to
+    nothing but half characters as long as one among neighbours is half."""
+    ends = [list(prompt[-count:]) for count in range(CONTEXT, CONTEXT + LONGEST)] if prompt else [[]]
+    return next((end for end in ends if not decode(end).startswith(HALF)), ends[0])
