@@ -95,6 +95,40 @@ def test_twenty_steps_lie_near_torchs(name, dtype, bound):
     assert ((ours.float() - exact).mean() / moved * start.numel() ** 0.5).abs() < bound
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("adamw", torch.float32), ("adamw-8bit", torch.float32)])
+def test_scales_and_shifts_are_not_decayed(name, dtype):
+    """Without gradients only decay moves a weight: by 1 - lr * decay each step, and those of norms and biases not."""
+    kinds = {"matrix": 2, "expert": 3, "router": 2, "embedding": 2, "head": 2, "adapter": 2, "norm": 1, "bias": 1}
+    parts = []
+    for kind, axes in kinds.items():
+        value = torch.ones((4, 3, 64)[:axes], dtype=dtype)
+        description = Tensor(kind, tuple(value.shape), ("a", "b", "c")[:axes], kind)
+        parts.append(ParameterShard(description, Region(0, 4, 4), value))
+    run(parts, OptimSection(name=name, lr=0.1, weight_decay=0.5), lambda p, n: torch.zeros_like(p.value), 2)
+    for part in parts:
+        expected = 1.0 if part.name in ("norm", "bias") else (1 - 0.1 * 0.5) ** 2
+        torch.testing.assert_close(part.value, torch.full_like(part.value, expected))
+
+
+def test_chance_is_another_for_each_tensor_and_seed():
+    """Tensors alike that rounded alike would drift together, and a repeated run would not try another seed."""
+
+    def rounded(names: str, seed: int) -> list[torch.Tensor]:
+        values = {name: torch.ones(8, 64, dtype=torch.bfloat16) for name in names}
+        parts = parts_of(values)
+        optimizer = build_optimizer(parts, OptimSection(lr=1e-3, weight_decay=0.0), seed)
+        for part in parts:
+            optimizer.state[part.value] = fresh_state(part.value, False)
+            part.value.grad = torch.ones(8, 64)
+        optimizer.step()
+        return list(values.values())
+
+    a, b = rounded("ab", 0)
+    (again,), (other,) = rounded("a", 0), rounded("a", 1)
+    assert torch.equal(a, again) and len(a.unique()) == 2
+    assert not torch.equal(a, b) and not torch.equal(a, other)
+
+
 def test_in_fp32_throughout_it_is_torchs():
     from tercet.engine.adamw import RowAdamW
 

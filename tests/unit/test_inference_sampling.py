@@ -25,7 +25,7 @@ TEXT = [3, 7, 7, 20, int(LOGITS.argmax()), int(LOGITS.argmin())]  # of both sign
         Sampling(temperature=1.0, top_k=5),
         Sampling(temperature=1.5, top_p=0.8),
         Sampling(temperature=1.0, min_p=0.1),
-        Sampling(temperature=2.0, min_p=0.4),
+        Sampling(temperature=5.0, min_p=0.6),
         Sampling(temperature=1.3, repetition_penalty=2.0),
         Sampling(temperature=1.3, repetition_penalty=0.7),
         Sampling(temperature=0.9, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
