@@ -78,7 +78,7 @@ def until_it_serves(cli: Cli, words: list[str]) -> None:
     process = cli.start(*words[1:], "--port", "0")
     said: list[str] = []
     try:
-        for line in process.stdout if words[1] == "watch" else process.stderr:
+        for line in process.stdout or ():
             said.append(line)
             if "http://127.0.0.1:" in line:
                 break
