@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tercet.spec.kernels import packed_head_size
+from tercet.spec.kernels import VARLEN, attention_kernel
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -111,17 +111,16 @@ def attend(
     """
     size = v_BTKD.shape[-1]
     widest = max(size, q_BTHD.shape[-1])
-    packed = None
-    if documents is not None and not q_BTHD.is_cpu and q_BTHD.dtype in HALF:
-        packed = packed_head_size(widest)
-        widest = packed or widest
+    kernel = None
+    if documents is not None:
+        kernel, widest = attention_kernel(not q_BTHD.is_cpu, q_BTHD.dtype in HALF, widest)
     if widest != size or widest != q_BTHD.shape[-1]:  # the fast kernels want one size, and zeros change nothing
         q_BTHD, k_BTKD, v_BTKD = (_widen(x, widest) for x in (q_BTHD, k_BTKD, v_BTKD))
     if documents is None:
         return _causal(q_BTHD, k_BTKD, v_BTKD, scale, window)[..., :size]
     batch, tokens = q_BTHD.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-    if packed is not None:
+    if kernel == VARLEN:
         out = _packed(q, k, v, documents, scale, window)
     else:
         out = _stacked(q, k, v, documents.stacks, scale, window)

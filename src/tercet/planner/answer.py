@@ -5,6 +5,7 @@ Only here does the planner read a recipe; search, ledger and clock see its parts
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from tercet.planner.what_if import what_if as other_values
 from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
 from tercet.spec.families import HUB, describe, hub_name, presets
+from tercet.spec.kernels import attention_kernel
 from tercet.spec.machine import Machine, machine_file, machine_of, this_machine
 from tercet.spec.model import Model
 from tercet.spec.recipe import (
@@ -278,6 +280,7 @@ def answer_for(
         "machine": machine_json(machine),
         "strategies": strategies,
         "longest": longest_sequence(search, fits) if fits else None,
+        "attention": attention_of(model, work.precision, machine),
         "refused": refused,
         "not_built": missing,
         "notes": notes(search, fits[:SHOWN], recipe, ranks),
@@ -428,6 +431,18 @@ def costs(
         elif card.rent_usd_per_hour:
             found["rent_usd"] = [round(p * hours, 2) for p in card.rent_usd_per_hour]
     return found
+
+
+def attention_of(model: Model, precision: str, machine: Machine) -> list[dict[str, Any]]:
+    """Return the attention kernels that the layers run on this machine: {kernel, head_size, runs_at, layers}."""
+    if model.module == "transformers":  # its own modules choose
+        return []
+    found: Counter[tuple[str, int, int]] = Counter()
+    for _, layer in model.blocks():
+        size = max(layer.attention.attention_widths) // layer.attention.heads
+        kernel, runs_at = attention_kernel(machine.card is not None, precision != "fp32", size)
+        found[kernel, size, runs_at] += 1
+    return [{"kernel": k, "head_size": s, "runs_at": r, "layers": n} for (k, s, r), n in found.items()]
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from typing import Any
 
+from tercet.spec.kernels import VARLEN
 from tercet.units import show_bytes, show_count, show_seconds
 
 LEDGER = ("weights", "master", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
@@ -42,6 +43,12 @@ def show(answer: dict[str, Any], rows: int | None = None, width: int = 80, detai
     if answer.get("train"):
         parts.append(f"Run it:\n{answer['train']}")
     return "\n\n".join(part for part in parts if part)
+
+
+def attention_words(found: dict[str, Any]) -> str:
+    filled = f", filled up to {found['runs_at']}" if found["runs_at"] != found["head_size"] else ""
+    flash = " (flash, packed documents in one call)" if found["kernel"] == VARLEN else ""
+    return f"{found['kernel']}{flash}, heads of {found['head_size']}{filled}"
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:
@@ -138,6 +145,8 @@ def head(answer: dict[str, Any], width: int) -> str:
         f"{work['batch_sequences']} sequences of {work['sequence_tokens']} tokens per step "
         f"({work['tokens_per_step']} tokens), {work['precision']}, {work['optimizer']}{usable}",
     ]
+    if kernels := answer.get("attention"):
+        lines.append(f"attention: {'; '.join(map(attention_words, kernels))}")
     if longest := answer["longest"]:
         lines.append(f"sequences of up to {longest['tokens']} tokens fit ({longest['strategy']}, one at a time)")
     return "\n".join(wrapped(line, width) for line in lines)

@@ -1,4 +1,4 @@
-"""What the attention kernels of cards take. model/attention.py goes by it."""
+"""Which attention kernel runs, and at which head size. model/attention.py goes by it, and plans name it."""
 
 from __future__ import annotations
 
@@ -11,3 +11,17 @@ def packed_head_size(size: int) -> int | None:
     multiple of 8. None above 256: such heads run document by document."""
     filled = -(-size // HEAD_MULTIPLE) * HEAD_MULTIPLE
     return filled if filled <= LARGEST_HEAD else None
+
+
+VARLEN, SDPA = "varlen_attn", "scaled_dot_product_attention"
+
+
+def attention_kernel(on_card: bool, half: bool, head_size: int) -> tuple[str, int]:
+    """Return (kernel, head size that it runs at) for packed documents. `half`: queries in bf16 or fp16.
+
+    varlen_attn is flash attention over all documents in one call; the other takes documents of about one length
+    together. Neither lets a token see another document.
+    """
+    if on_card and half and (filled := packed_head_size(head_size)) is not None:
+        return VARLEN, filled
+    return SDPA, head_size
