@@ -43,3 +43,13 @@ def test_a_kill_between_write_and_removal_leaves_more_not_less(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         keeper.save(SmallEngine(), state(2, 2.0))
     assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [2, 1]
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("-inf"), None])
+def test_what_is_no_loss_is_never_the_best(tmp_path, lost):
+    keeper = checkpoints(tmp_path, keep=1)
+    for step, loss in ((1, lost), (2, 1.5), (3, lost), (4, 2.0)):
+        keeper.save(SmallEngine(), state(step, loss))
+        assert max(steps_in(tmp_path / "checkpoints"))[0] == step
+    assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [4, 2]
+    assert best_checkpoint(tmp_path / "checkpoints").name == "step-000002"

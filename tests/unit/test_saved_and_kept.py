@@ -24,6 +24,7 @@ from tercet.spec.strategy import Work
 from tercet.training.bench import row_of
 from tercet.training.disk import remove_leftovers
 from tercet.training.finish import _own_tokenizer, _peaks
+from tercet.training.loop import Progress
 from tercet.training.pace import stopping_line
 from tercet.training.session import (
     FIXED_ON_RESUME,
@@ -147,6 +148,15 @@ def test_a_loss_that_is_not_finite_says_nothing_of_the_scale():
     engine.module.model.norm.register_forward_hook(lambda module, inputs, out: out * float("nan"))
     assert not engine.step(micro_batches(0, 0, 1, 1, ROWS), 1e-2).updated
     assert engine._scaler == LossScale(2.0**10, 999)
+
+
+def test_a_save_has_the_validation_loss_of_its_own_weights_or_none():
+    loop, saved = loop_of(ALONE, None, Dealt(ROWS), 9), []
+    loop.checkpoints = SimpleNamespace(save=lambda engine, state: saved.append(state))  # type: ignore[assignment]
+    for step, validated_step in ((4, 4), (5, 4)):
+        loop.progress = Progress(step=step, validation_loss=2.5, validated_step=validated_step)
+        loop._save()
+    assert [(s["step"], s["validation_loss"]) for s in saved] == [(4, 2.5), (5, None)]
 
 
 def test_a_save_behind_the_steps_is_whole_before_a_bad_step_ends_the_run():
