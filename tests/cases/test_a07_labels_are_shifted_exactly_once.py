@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from tercet.data.loader import make_batch
 from tercet.model.objective import next_token_loss
 from tercet.parallel.world import World
 from tests.tiny import TinyBatch, tiny_engine, tiny_strategy
@@ -55,3 +57,21 @@ def test_nothing_trained_gives_zero_and_zero_gradients():
     assert loss.item() == 0
     assert not hidden.grad.any()
     assert not head.grad.any()
+
+
+class OneRow:
+    """Two documents, of three tokens and of two; what each token counts as a label."""
+
+    def row(self, index):
+        return np.array([5, 6, 7, 8, 9]), np.array([3, 2])
+
+    def trained(self, index):
+        return np.array([1.0, 0.5, 2.0, 4.0, 0.25], np.float32)
+
+
+def test_weights_are_shifted_with_their_labels():
+    batch = make_batch([0], lambda number: (OneRow(), 0), 7, 0, True)
+    assert batch.labels.tolist() == [[6, 7, -100, 9, -100, -100, -100]]
+    weights = dict(zip(batch.labels[0].tolist(), batch.weights[0].tolist(), strict=True))
+    assert {label: weights[label] for label in (6, 7, 9)} == {6: 0.5, 7: 2.0, 9: 0.25}
+    assert (batch.trained_tokens, batch.trained_weight) == (3, 2.75)

@@ -83,6 +83,17 @@ def test_weights_are_the_share_of_what_is_trained():
     assert all(abs(sum(s == 0 for s, _ in places[:n]) - 0.75 * n) <= 1 for n in range(400))
 
 
+def test_sources_of_one_size_have_orders_of_their_own_and_the_seeds():
+    """Rows of translations or of pairs in two files would else come side by side, always."""
+
+    def orders(seed):
+        m = mix([50, 50], weights=(0.5, 0.5), seed=seed)
+        places = [m.place(n) for n in range(100)]
+        return [tuple(row for s, row in places if s == source) for source in (0, 1)]
+
+    assert len({*orders(0), *orders(1)}) == 4
+
+
 def test_any_sample_can_be_asked_for_alone():
     m = mix([7, 9], weights=(0.3, 0.7), seed=3)
     forward = [m.place(n) for n in range(200)]

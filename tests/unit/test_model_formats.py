@@ -99,7 +99,7 @@ def test_bin_faults_name_the_file(folder, tmp_path):
 
 def test_fp8_blocks_are_multiplied_with_their_scales(tmp_path):
     """Every matrix as DeepSeek-V3's files have it: e4m3 numbers, one fp32 scale per block of rows and columns."""
-    block = 8
+    height, width = 8, 12  # of other sizes than DeepSeek's 128 x 128
     spec = tiny_deepseek()
     save_folder(tmp_path, spec, random_tensors(spec).items(), torch.float32)
     tensors, expected, stored = load_file(tmp_path / "model.safetensors"), {}, {}
@@ -108,11 +108,11 @@ def test_fp8_blocks_are_multiplied_with_their_scales(tmp_path):
             stored[name] = expected[name] = value
             continue
         rows, columns = value.shape
-        scales = torch.empty(-(-rows // block), -(-columns // block))
+        scales = torch.empty(-(-rows // height), -(-columns // width))
         quantised, back = torch.empty_like(value), torch.empty_like(value)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
-                part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+                part = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
                 scales[i, j] = value[part].abs().max() / 448
                 quantised[part] = value[part] / scales[i, j]
                 back[part] = quantised[part].to(torch.float8_e4m3fn).float() * scales[i, j]
@@ -120,7 +120,7 @@ def test_fp8_blocks_are_multiplied_with_their_scales(tmp_path):
         expected[name] = back
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [height, width]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, "fp32")
     save_folder(tmp_path / "again", model.spec, model.state_dict().items(), torch.float32)

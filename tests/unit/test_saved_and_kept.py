@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.loops import Dealt, loop_of
-from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy
+from tests.tiny import micro_batches, tiny_engine, tiny_model, tiny_strategy, whole_weights
 
 from tercet.engine.scaling import LossScale
 from tercet.errors import InputError, TercetError
@@ -148,6 +148,25 @@ def test_a_loss_that_is_not_finite_says_nothing_of_the_scale():
     engine.module.model.norm.register_forward_hook(lambda module, inputs, out: out * float("nan"))
     assert not engine.step(micro_batches(0, 0, 1, 1, ROWS), 1e-2).updated
     assert engine._scaler == LossScale(2.0**10, 999)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("adamw", "fp32"), ("adamw-8bit", "fp32"), ("adamw", "bf16-pure")])
+def test_a_skipped_step_leaves_no_trace_in_the_next_nor_after_resuming(tmp_path, name, precision):
+    """AdamW's correction of its first moments and the chances of rounding follow updates, not steps."""
+    strategy, model = tiny_strategy("single", 1, ROWS, 1), tiny_model(width=64)
+    plain, skipping, resumed = (tiny_engine(ALONE, strategy, precision, model, name=name) for _ in range(3))
+    first, bad, second = (micro_batches(n, 0, 1, 1, ROWS) for n in (0, 1, 2))
+    plain.step(first, 1e-2), skipping.step(first, 1e-2)
+    hook = skipping.module.model.norm.register_forward_hook(lambda module, inputs, out: out * float("nan"))
+    assert not skipping.step(bad, 1e-2).updated
+    hook.remove()
+    skipping.save(tmp_path).wait()
+    resumed.load(tmp_path)
+    for engine in (plain, skipping, resumed):
+        engine.step(second, 1e-2)
+    expected = whole_weights(plain)
+    for engine in (skipping, resumed):
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in whole_weights(engine).items())
 
 
 def test_a_save_has_the_validation_loss_of_its_own_weights_or_none():
