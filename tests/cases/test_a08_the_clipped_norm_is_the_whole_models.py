@@ -27,3 +27,25 @@ def test_norm_and_update_equal_one_process(pools, size, word):
     assert results[0][0] == pytest.approx(norms, rel=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("word", ["single", "host"])
+@pytest.mark.parametrize("share", [None, 0.1, 0.999, 1.001, 10.0])
+def test_one_process_clips_as_torch_does(word, share):
+    """`torch.nn.utils.clip_grad_norm_`: what is longer is shortened, what is shorter stays; a large eps shows lengths."""
+    alone, batches = World(0, 1, 0, torch.device("cpu")), micro_batches(0, 0, 1, 2, ROWS)
+    plain = tiny_engine(alone, tiny_strategy("single", 1, ROWS, 2), clip="none")
+    weights = {name: torch.nn.Parameter(value) for name, value in whole_weights(plain).items()}
+    norm = plain.step(batches, 1e-2).grad_norm
+    for part in plain.layout.parts:
+        weights[part.name].grad = part.value.grad.clone()
+    clip = "none" if share is None else share * norm
+    found = torch.nn.utils.clip_grad_norm_(weights.values(), torch.inf if share is None else clip)
+    assert norm == pytest.approx(found.item(), rel=1e-5)
+    matrices, others = ([w for w in weights.values() if (w.dim() > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1).step()
+    engine = tiny_engine(alone, tiny_strategy(word, 1, ROWS, 2), clip=clip)
+    assert engine.step(batches, 1e-2).grad_norm == pytest.approx(norm, rel=1e-5)
+    for name, value in whole_weights(engine).items():
+        torch.testing.assert_close(value, weights[name].detach(), rtol=1e-4, atol=1e-6)
