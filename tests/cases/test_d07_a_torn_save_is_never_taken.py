@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -90,6 +91,21 @@ def test_none_complete_is_an_error_that_names_the_file(tmp_path):
     victim.unlink()
     with pytest.raises(InputError, match=str(victim)):
         find_checkpoint(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("where", ["../step-000001/{}", "{}/../../step-000001/rank-0.safetensors", "/etc/hostname"])
+def test_a_manifest_that_points_elsewhere_vouches_for_nothing(tmp_path, where):
+    """Size and hash agree, and yet it is another folder's file that was read."""
+    keeper = checkpoints(tmp_path)
+    for step in (1, 2):
+        keeper.save(SmallEngine(), state(step))
+    first, second = (folder for _, folder in reversed(steps_in(tmp_path / "checkpoints")))
+    manifest = json.loads((second / "manifest.json").read_bytes())
+    name = "rank-0.safetensors"
+    manifest["files"][where.format(name)] = manifest["files"].pop(name)
+    (second / "manifest.json").write_text(json.dumps(manifest))
+    assert "files of another folder" in fault_of(second)
+    assert find_checkpoint(tmp_path / "checkpoints").folder == first
 
 
 def test_none_ever_published_is_no_error(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import tiny_model
 
@@ -20,6 +22,8 @@ from tercet.spec.families import preset
 from tercet.spec.model import Tensor
 from tercet.spec.recipe import build_recipe
 from tercet.spec.trained import trained_model, with_frozen
+from tercet.weights.reading import open_weights
+from tercet.weights.writing import save_folder
 
 LORA = Adapter(rank=4, alpha=8.0)
 
@@ -159,3 +163,27 @@ def test_a_cached_token_sees_the_adapter_too(rslora, scale):
     product = wrapped.lora_B["default"].weight @ wrapped.lora_A["default"].weight * scale
     torch.testing.assert_close(weight_of(wrapped), wrapped.base_layer.weight + product)
     assert product.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("rslora", [False, True, None])
+def test_what_is_merged_has_the_papers_scale(tmp_path, rslora):
+    """W + alpha / r B A (arXiv 2106.09685), with alpha / root of r for rsLoRA; a config may leave the word out."""
+    spec, base, place = tiny_model(), tmp_path / "base", tmp_path / "adapter"
+    name, other = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    tensors = {
+        t.name: torch.randn(t.shape, generator=torch.Generator().manual_seed(n)) for n, t in enumerate(spec.tensors())
+    }
+    save_folder(base, spec, tensors.items(), torch.float32)
+    a, b = torch.randn(9, 32), torch.randn(32, 9)
+    place.mkdir()
+    module = "base_model.model." + name.removesuffix(".weight")
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, place / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 9, "lora_alpha": 18, "base_model_name_or_path": str(base), "bias": "none"}
+    config |= {} if rslora is None else {"use_rslora": rslora}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    merged = open_weights(place, spec)
+    expected = tensors[name] + (18 / 3 if rslora else 18 / 9) * b @ a
+    torch.testing.assert_close(merged.tensor(name), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged.rows(name, 5, 11), expected[5:11], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(merged)[name], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(merged.tensor(other), tensors[other])
