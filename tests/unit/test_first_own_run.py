@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 from typer.testing import CliRunner
 
 from tercet.cli import app
+from tercet.cli.init import first_run
+from tercet.cli.plan import length_of
+from tercet.data import first_look
+from tercet.data.prepare import prepare
 from tercet.errors import InputError
 from tercet.spec.families import describe
 from tercet.spec.recipe import load_recipe
@@ -85,3 +91,102 @@ def test_a_section_left_empty_has_its_defaults_and_an_empty_key_is_called_so(tmp
     path.write_text("model: first-light\ndata: {train: x}\noptim:\n  lr:\n")
     with pytest.raises(InputError, match=r"line 4: optim\.lr is empty"):
         load_recipe(path)
+
+
+def init(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["init", *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize("kilobytes", [20, 60, 217, 1000, 8000, 10**6])
+def test_a_first_run_suits_its_text_whatever_the_tokenizer_makes_of_it(kilobytes, pretrained, ranks):
+    found = first_run(kilobytes * 1000, 300, 256, 24, ranks, pretrained)
+    assert found.validation and found.batch_sequences >= ranks
+    for bytes_per_token in (2.5, 4, 6):  # what a tokenizer may come to, against what was assumed
+        rows = kilobytes * 1000 / bytes_per_token / 256 * (1 - found.validation)
+        steps = ceil(rows / found.batch_sequences * found.epochs)
+        assert found.warmup_steps <= steps / 10
+        assert steps // found.evaluate_every >= 2 and steps // found.checkpoint_every >= 2
+        if not pretrained and ranks <= 3 and kilobytes < 2000:
+            assert 80 <= steps <= 1000
+
+
+def texts(path, count=300):
+    path.write_text("".join(f'{{"text": "{n} {"one two three " * 60}"}}\n' for n in range(count)))
+
+
+def test_init_writes_a_first_run_that_is_not_all_warm_up(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path / "a.jsonl")
+    init("a.jsonl", "--output", "mine.yaml")
+    recipe = load_recipe("mine.yaml")
+    steps = length_of(recipe)["steps"]
+    assert 100 <= steps <= 1000 and recipe.optim.warmup_steps <= steps / 10
+    assert steps // recipe.train.evaluate_every >= 2 and steps // recipe.output.checkpoint_every >= 2
+    (tmp_path / "one.txt").write_text("a short text\n")
+    assert "one document" in init("one.txt", "--output", "one.yaml")
+    assert load_recipe("one.yaml").data.validation is None
+
+
+def prepared(name: str):
+    recipe = load_recipe(name)
+    return prepare(recipe.data, vocabulary=describe(recipe.model).vocabulary, model_tokenizer=None, seed=0).report
+
+
+CHAT = '{"messages": [{"role": "user", "content": "Hi %d"}, {"role": "assistant", "content": "Hello %d"}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("chats.jsonl", "".join(CHAT % (n, n) for n in range(40)), "bytes of chats"),
+        ("qa.csv", "question,answer\n" + "".join(f"What is {n}?,It is {n}\n" for n in range(40)), "completion: answer"),
+        ("my.tsv", "null\tthe body\n" + "".join(f"{n}\tsome words of {n}\n" for n in range(40)), 'text: "the body"'),
+        (
+            "alpaca.json",
+            str([{"instruction": f"add {n}", "output": f"it is {n}"} for n in range(40)]).replace("'", '"'),
+            "chats",
+        ),
+        ("text.jsonl", "".join(f'{{"text": "plain {n}"}}\n' for n in range(40)), "bytes of text"),
+    ],
+)
+def test_what_init_accepts_can_be_prepared_as_it_stands(tmp_path, monkeypatch, name, content, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / name).write_text(content)
+    assert says in init(name, "--output", "mine.yaml")
+    report = prepared("mine.yaml")
+    assert report["trained_tokens"]["train"] > 0
+    assert ("chats" in report) == (says != 'text: "the body"' and says != "bytes of text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("latin1.txt", "größer ".encode("latin-1") * 50),
+        ("latin1.jsonl", '{"text": "größer"}\n'.encode("latin-1") * 50),
+        ("latin1.csv", "text\ngrößer\n".encode("latin-1")),
+        ("sixteen.txt", "words\n".encode("utf-16")),
+        ("numbers.jsonl", b'{"a": 1}\n' * 20),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_init_as_by_prepare(tmp_path, monkeypatch, name, content):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / name).write_bytes(content)
+    assert refused("init", name) == refused("prepare", name, "data.tokenizer=train")
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_init_looks_at_the_beginning_of_much_text_and_leaves_out_single_bad_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path / "a.jsonl", 50)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{broken\n")
+    assert "1 row cannot be used" in init("a.jsonl", "--output", "mine.yaml")
+    monkeypatch.setattr(first_look, "LOOKED_BYTES", 5000)
+    seen = first_look.look(["a.jsonl"], "TEXT")
+    assert not seen.whole and seen.documents < 10 and seen.text_bytes == (tmp_path / "a.jsonl").stat().st_size

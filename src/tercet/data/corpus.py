@@ -139,7 +139,7 @@ def check(
     """
     fraction = validation if isinstance(validation, float) else None
     held: Sequence[Source] = [] if validation is None or fraction else validation  # type: ignore[assignment]
-    part = _part_characters(train, fraction)
+    part = part_characters(train, fraction)
     findings = {"train": Findings(), "validation": Findings()}
     marks: list[array[int]] = []
     hashes: list[array[int]] = []
@@ -156,14 +156,14 @@ def check(
             if kept is not None:
                 rows = kept[id(file)] = list(rows)
             for row in rows:
-                _note(row, file, own, mark, digest, faults, fraction is not None)
+                note(row, file, own, mark, digest, faults, fraction is not None)
             own.seen.update(reading.seen)
             progress(file.bytes)
         if index >= len(train):
             mark = array("b", [DROPPED if m == DROPPED else VALIDATION for m in mark])
         marks.append(mark)
         hashes.append(digest)
-    _stop(findings, faults, bad_rows, train)
+    stop(findings, faults, bad_rows, train)
     kinds = [np.frombuffer(h, dtype=np.uint64) if h else np.zeros(0, np.uint64) for h in hashes]
     own_hashes = np.concatenate(kinds[: len(train)]) if train else np.zeros(0, np.uint64)
     different = np.unique(own_hashes)
@@ -179,7 +179,7 @@ def _packed(file: File) -> bool:
     return file.format in ("parquet", "arrow") or file.path.suffix in (".gz", ".zst")
 
 
-def _part_characters(train: Sequence[Source], fraction: float | None) -> int:
+def part_characters(train: Sequence[Source], fraction: float | None) -> int:
     """Return in what parts plain text is read: large ones, or sections small enough to hold a fraction of
     them out.
 
@@ -191,7 +191,7 @@ def _part_characters(train: Sequence[Source], fraction: float | None) -> int:
     return int(min(max(size * fraction / 16, _SECTION[0]), _SECTION[1]))
 
 
-def _note(
+def note(
     row: Row | Fault,
     file: File,
     own: Findings,
@@ -200,6 +200,10 @@ def _note(
     faults: list[str],
     sections: bool,
 ) -> None:
+    """Enter a row into `own`, `mark` and `digest`; a fault also into `faults`, as its sentence.
+
+    `sections`: each part of a text counts as a document. Raises InputError for a fault that cannot be skipped.
+    """
     if isinstance(row, Fault):
         own.rows += 1
         place = f"{file.name}, line {row.line}, column {row.column}"
@@ -220,7 +224,8 @@ def _note(
     digest.append(int.from_bytes(hashlib.blake2b(row.text.encode(), digest_size=8).digest(), "little"))
 
 
-def _stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train: Sequence[Source]) -> None:
+def stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train: Sequence[Source]) -> None:
+    """Raise InputError for faults where bad rows stop, and NothingLeft where no row is left."""
     total = sum(sum(f.dropped.values()) for f in findings.values())
     rows = sum(f.rows for f in findings.values())
     if total and bad_rows == "stop":

@@ -55,6 +55,7 @@ class Fault:
     detail: str
     excerpt: str = ""
     fatal: bool = False
+    cure: dict[str, str] | None = None  # the `map` that would read it
 
 
 @dataclass
@@ -122,8 +123,7 @@ def judge(
         return _chat(layout, ours, reading, line, column, column_of, shown)
     reading.seen["kind: other"] += 1
     if name not in row:
-        names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
-        return Fault(line, column, MISSING, f"no column {name!r} (columns: {names}){_cure(row)}", shown())
+        return _unread(name, row, line, column, shown)
     if text is None:
         return Fault(line, column_of(name), NULL, f"{name!r} is null", shown())
     return Fault(line, column_of(name), WRONG_TYPE, f"{name!r} is {_kind(text)}, not a text", shown())
@@ -150,8 +150,7 @@ def _chat(
     if missing := [name for name in module.NEEDED if name not in row and not module.sniff(row)]:
         reading.seen[f"kind: {layout}"] -= 1
         reading.seen["kind: other"] += 1
-        names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
-        return Fault(line, column, MISSING, f"no column {missing[0]!r} (columns: {names}){_cure(row)}", shown())
+        return _unread(missing[0], row, line, column, shown)
     for key in row:
         if key not in module.COLUMNS and row[key] is not None and key not in KNOWN:
             reading.seen[f"column: {excerpt(str(key))}"] += 1
@@ -165,14 +164,22 @@ def _chat(
     return Row(line, column, text, chat=True)
 
 
-def _cure(row: dict[Any, Any]) -> str:
+def _unread(name: str, row: dict[Any, Any], line: int, column: int, shown: Callable[[], str]) -> Fault:
+    """Return the fault of a row without a column, with the mapping that would read it."""
+    names = ", ".join(excerpt(repr(k), width=30) for k in list(row)[:6]) or "none"
+    cure = _cure(row)
+    way = f"; map: {excerpt(chats.flow(cure), width=100)} would read it" if cure else ""
+    return Fault(line, column, MISSING, f"no column {name!r} (columns: {names}){way}", shown(), cure=cure)
+
+
+def _cure(row: dict[Any, Any]) -> dict[str, str] | None:
     """Return the mapping that would read a row: question and answer, or the column that is probably its text."""
     if found := chats.mapping_for(row):
-        return f"; map: {excerpt(found, width=100)} would read it"
+        return found
     texts = [k for k, v in row.items() if isinstance(v, str) and v.strip()]
     usual = next((k for k in texts if k.lower() in _TEXT_COLUMNS), None)
     likely = usual or max(texts, key=lambda k: len(row[k]), default=None)
-    return f"; map: {{text: {excerpt(likely)}}} would read it" if likely else ""
+    return {"text": likely} if likely else None
 
 
 def surrogate_at(text: str) -> int:

@@ -10,7 +10,9 @@ Every module has
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+import re
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
@@ -52,20 +54,34 @@ def read(layout: str, row: Mapping[str, Any], names: Mapping[str, str]) -> Chat:
     return checked(module.read(row, names), module.NEEDED[0], module.NEEDED[-1])
 
 
-def mapping_for(row: Mapping[str, Any]) -> str | None:
+def mapping_for(row: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the mapping that would read a row of questions and answers, or None."""
     texts = {str(k).lower(): str(k) for k, v in row.items() if isinstance(v, str) and v.strip()}
     lists = [str(k) for k, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
     if lists and (turn := _turn_names(row[lists[0]][0])):
-        return f"{{messages: {lists[0]}{turn}}}"
+        return {"messages": lists[0], **turn}
     question = next((texts[q] for q in _QUESTIONS if q in texts), None)
     answer = next((texts[a] for a in _ANSWERS if a in texts and texts[a] != question), None)
-    return f"{{prompt: {question}, completion: {answer}}}" if question and answer else None
+    return {"prompt": question, "completion": answer} if question and answer else None
 
 
-def _turn_names(turn: Mapping[str, Any]) -> str:
-    """Return what a map must say of a turn's names, "" when it cannot be told."""
+def flow(mapping: Mapping[str, str]) -> str:
+    """Return a mapping as a recipe has it in one line: {prompt: question, completion: answer}."""
+
+    def word(text: str) -> str:
+        # A JSON string is a YAML string; a plain word reads as itself.
+        return (
+            text
+            if re.fullmatch(r"(?!null$)[A-Za-z_][\w.-]*", text, re.IGNORECASE)
+            else json.dumps(text, ensure_ascii=False)
+        )
+
+    return f"{{{', '.join(f'{ours}: {word(theirs)}' for ours, theirs in mapping.items())}}}"
+
+
+def _turn_names(turn: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a map must say of a turn's names, nothing when it cannot be told."""
     role = next((k for k in ("role", "from", "speaker", "author", "sender") if isinstance(turn.get(k), str)), None)
     said = ("content", "value", "text", "message", "utterance", "body")
     content = next((k for k in said if isinstance(turn.get(k), str)), None)
-    return f", role: {role}, content: {content}" if role and content else ""
+    return {"role": role, "content": content} if role and content else {}
