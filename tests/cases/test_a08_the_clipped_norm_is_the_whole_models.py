@@ -44,8 +44,8 @@ def test_one_process_clips_as_torch_does(word, share):
     assert norm == pytest.approx(found.item(), rel=1e-5)
     matrices, others = ([w for w in weights.values() if (w.dim() > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1).step()
+    torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1).step()
     engine = tiny_engine(alone, tiny_strategy(word, 1, ROWS, 2), clip=clip)
-    assert engine.step(batches, 1e-2).grad_norm == pytest.approx(norm, rel=1e-5)
+    assert engine.step(batches, 3e-3).grad_norm == pytest.approx(norm, rel=1e-5)
     for name, value in whole_weights(engine).items():
         torch.testing.assert_close(value, weights[name].detach(), rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import tiny_model
 
 from tercet.errors import InputError
-from tercet.model.adapter import adapt
+from tercet.model.adapter import adapt, adapter_start
 from tercet.model.build import fill_parameters, make_buffers
 from tercet.model.decoder import Decoder, initial_tensor
 from tercet.model.linear import weight_of
@@ -163,6 +163,16 @@ def test_a_cached_token_sees_the_adapter_too(rslora, scale):
     product = wrapped.lora_B["default"].weight @ wrapped.lora_A["default"].weight * scale
     torch.testing.assert_close(weight_of(wrapped), wrapped.base_layer.weight + product)
     assert product.abs().max() > 0.01
+
+
+def test_adapters_start_as_pefts_do():
+    """A as torch starts a linear layer's weight (kaiming_uniform_ with a = root of 5), B with zeros."""
+    chance = torch.Generator().manual_seed(3)
+    found = adapter_start("x.lora_A.weight", (8, 500), chance)
+    theirs = torch.nn.init.kaiming_uniform_(torch.empty(8, 500), a=5**0.5, generator=torch.Generator().manual_seed(4))
+    assert found.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.01)
+    assert found.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+    assert not adapter_start("x.lora_B.weight", (500, 8), chance).any()
 
 
 @pytest.mark.parametrize("rslora", [False, True, None])

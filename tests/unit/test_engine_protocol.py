@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 from tests.tiny import micro_batches, tiny_engine, tiny_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tercet.engine import Engine
 from tercet.engine.deepspeed.engine import DeepSpeedEngine
 from tercet.engine.native import NativeEngine
+from tercet.engine.seeds import seed_random_numbers
 from tercet.parallel.data import Replicated
 from tercet.parallel.layout import Layout
 from tercet.parallel.shard import Sharded
@@ -31,6 +33,17 @@ def test_every_verb_takes_what_the_protocol_says(protocol, kinds):
             wanted, found = (list(inspect.signature(getattr(k, verb)).parameters) for k in (protocol, kind))
             assert found == wanted, f"{kind.__name__}.{verb}"
         assert hasattr(kind, "config") or protocol is not Engine
+
+
+def test_random_numbers_of_a_step_follow_all_that_tells_steps_apart():
+    """Ranks or micro-batches with one mask of dropout would train the same part of the model."""
+    drawn = {}
+    for key in ((7, 3, 0, 1), (8, 3, 0, 1), (7, 4, 0, 1), (7, 3, 1, 1), (7, 3, 0, 2), (7, 3, 1, 0), (7, 30, 1, 0)):
+        seed_random_numbers(*key)
+        drawn[key] = torch.rand(8)
+    assert len({tuple(numbers.tolist()) for numbers in drawn.values()}) == len(drawn)
+    seed_random_numbers(7, 3, 0, 1)
+    assert torch.equal(torch.rand(8), drawn[7, 3, 0, 1])
 
 
 class Gathers(TorchDispatchMode):
