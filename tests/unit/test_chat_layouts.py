@@ -135,3 +135,104 @@ def test_tools_of_either_form_are_one():
     for tools in ([bare], [{"type": "function", "function": bare}], json.dumps([bare])):
         row = {"messages": [ASKED, SAID], "tools": tools}
         assert chats.read("messages", row, {}).tools == [{"type": "function", "function": bare}]
+
+
+def judged(path, row, **keys):
+    """What becomes of a row, and what was seen on the way."""
+    (file,) = find(SourceSection(path=str(write(path / "r.jsonl", [row])), **keys), "data.train.0").files
+    reading = Reading(columns=keys.get("map", {}))
+    (found,) = file.read(reading)
+    return found, reading.seen
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "completion": "Go away.", "label": False},
+        {"prompt": "Why?", "completion": "Because.", "label": True},
+        {"messages": [ASKED, SAID], "label": False},
+        {"instruction": "Why?", "input": "", "output": "Go away.", "kto_tag": False},
+    ],
+)
+def test_rated_answers_are_preferences_and_can_be_weights(tmp_path, row):
+    name = next(key for key in row if key in ("label", "kto_tag"))
+    found, _ = judged(tmp_path, row)
+    assert isinstance(found, Fault) and found.reason == "preference pair" and f"map: {{weight: {name}}}" in found.detail
+    mapped, _ = judged(tmp_path, row, map={"weight": name})
+    assert Chat.from_text(mapped.text).weight == float(row[name])
+    classes, seen = judged(tmp_path, {**row, name: "sky"})  # of a classifier: nobody's rating
+    assert not isinstance(classes, Fault) and seen[f"column: {name}"] == 1
+
+
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_a_turn_that_is_not_to_be_trained_says_so_by_loss_too(tmp_path, layout):
+    role, content = ("role", "content") if layout == "messages" else ("from", "value")
+    said = [("user", None), ("assistant", False), ("user", None), ("assistant", True)]
+    turns = [{role: who, content: "words", **({} if loss is None else {"loss": loss})} for who, loss in said]
+    found, seen = judged(tmp_path, {layout: turns, "loss": 2.5})
+    chat = Chat.from_text(found.text)
+    assert [m.get("weight") for m in chat.messages] == [None, 0.0, None, 1.0] and chat.weight == 1.0
+    assert seen["column: loss"] == 1  # a row's own is a measurement
+
+
+def test_what_nothing_reads_in_a_turn_is_counted(tmp_path):
+    turns = [ASKED, {**SAID, "channel": "analysis", "prefix": None}, ASKED, {**SAID, "channel": "final"}]
+    _, seen = judged(tmp_path, {"messages": turns})
+    assert seen["column: channel of a turn"] == 2 and "column: prefix of a turn" not in seen
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "audios"])
+def test_a_row_about_pictures_is_no_text(tmp_path, name):
+    row = {"conversations": [{"from": "human", "value": "<image> What?"}, {"from": "gpt", "value": "A cat."}]}
+    found, _ = judged(tmp_path, {**row, name: ["a.png"]})
+    assert isinstance(found, Fault) and name in found.detail
+    assert not isinstance(judged(tmp_path, {**row, name: []})[0], Fault)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_turns_beside_their_rendered_text_are_read(tmp_path, kind):
+    row = {"text": "<|im_start|>user\nWhy?<|im_end|>", "messages": [ASKED, SAID]}
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        write(path, [row])
+    else:
+        parquet.write_table(arrow.Table.from_pylist([row]), path)
+    for mapping, chat in (({}, True), ({"text": "text"}, False)):
+        (file,) = find(SourceSection(path=str(path), map=mapping), "data.train.0").files
+        (found,) = file.read(Reading(columns=mapping))
+        assert found.chat == chat and ("Because." in found.text) == chat
+
+
+def test_calls_keep_the_order_of_their_keys_and_no_null_of_arrow(tmp_path):
+    """Arrow gives every object of a column the keys of all others, as nulls; JSON's own nulls stay."""
+    calls = [
+        {"name": "zoom", "arguments": {"z": 1, "a": [{"y": 2, "b": None}]}},
+        {"name": "turn", "arguments": {"theta": 1.5}},
+    ]
+    rows = [
+        {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]}
+        for call in calls
+    ]
+    (found, _) = (judged(tmp_path, row)[0] for row in rows)
+    function = Chat.from_text(found.text).messages[1]["tool_calls"][0]["function"]
+    assert json.dumps(function) == json.dumps(calls[0])
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (file,) = find(SourceSection(path=str(tmp_path / "rows.parquet")), "data.train.0").files
+    read = [Chat.from_text(r.text).messages[1]["tool_calls"][0]["function"]["arguments"] for r in file.read(Reading())]
+    assert read == [{"z": 1, "a": [{"y": 2}]}, {"theta": 1.5}]
+
+
+def test_utf_16_is_named_in_a_csv_too(tmp_path):
+    (tmp_path / "q.csv").write_text("question,answer\nWhy?,Because.\n", encoding="utf-16")
+    (file,) = find(SourceSection(path=str(tmp_path / "q.csv")), "data.train.0").files
+    (found,) = file.read(Reading())
+    assert isinstance(found, Fault) and "the file is UTF-16" in found.detail
+
+
+def test_a_parquet_file_with_damaged_names_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(arrow.table({"columnname": ["a"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"columnname", b"\x80olumnname"))
+    (file,) = find(SourceSection(path=str(path)), "data.train.0").files
+    with pytest.raises(InputError, match=r"rows\.parquet"):
+        list(file.read(Reading()))

@@ -199,3 +199,19 @@ def test_a_tokenizer_that_reads_across_control_tokens_is_taken_whole():
 
 def test_a_tokenizer_without_bos_gets_none():
     assert words().bos_id is None and words(bos=True).bos_id is not None
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_call_that_the_template_does_not_write_is_no_empty_answer(short):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    bare = template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
+    if short:  # once the way by marks is trusted
+        for n in range(40):
+            bare.documents(Chat(turns(f"q{n}", f"a{n}")))
+    with pytest.raises(TemplateRefusal, match=r"does not write tool calls.*look"):
+        bare.documents(Chat(asked))
+    (document,) = template("qwen3").documents(Chat(asked))
+    begin, end, _ = document.spans[-1]
+    assert '"look"' in document.text[begin:end]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ ROLES = {
     "function_response": "tool",
 }
 WEIGHTS = ("weight", "loss_weight", "train")
+TURN_WEIGHTS = (*WEIGHTS, "loss")  # of a turn; a row's own "loss" is a measurement of somebody's
+RATED = ("label", "kto_tag")  # true or false: whether the row's answer is a good one
+FILES = ("images", "videos", "audios")  # what a chat is about besides its words
 
 
 class UnusableRow(Exception):
@@ -54,11 +57,11 @@ class Chat:
     weight: float = 1.0
 
     def to_text(self) -> str:
-        """Return the chat as one line of JSON: equal chats give equal texts. Raises UnicodeEncodeError for a lone
+        """Return the chat as one line of JSON: chats that are rendered alike give equal texts. Raises UnicodeEncodeError for a lone
         surrogate."""
         tree = {"messages": self.messages, "tools": self.tools, "weight": self.weight}
         try:
-            return orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode()
+            return orjson.dumps(tree).decode()  # arguments and schemas of tools are rendered in the data's order
         except TypeError as error:  # orjson's word for a lone surrogate, and for numbers beyond 64 bits
             json.dumps(tree, ensure_ascii=False).encode()
             raise UnusableRow(WRONG_TYPE, str(error)) from None
@@ -68,9 +71,9 @@ class Chat:
         return cls(**orjson.loads(text))
 
 
-def weight_of(row: Mapping[str, Any]) -> float | None:
+def weight_of(row: Mapping[str, Any], names: Sequence[str] = WEIGHTS) -> float | None:
     """Return a row's or message's weight in the loss, None when it says none. True is 1, false is 0."""
-    for name in WEIGHTS:
+    for name in names:
         value = row.get(name)
         if value is None:
             continue
@@ -82,6 +85,22 @@ def weight_of(row: Mapping[str, Any]) -> float | None:
             raise UnusableRow(WRONG_TYPE, f"{name} is {value!r}; a weight is a number from 0 up", name)
         return weight
     return None
+
+
+def refuse_what_is_no_plain_chat(row: Mapping[str, Any]) -> None:
+    """Raise UnusableRow for a row that rates its answer, or is about pictures or sounds."""
+    for name in RATED:
+        if isinstance(row.get(name), bool):
+            rated = "good" if row[name] else "bad"
+            raise UnusableRow(
+                PREFERENCE,
+                f"{name} is {str(row[name]).lower()}: the answer is a {rated} one of rated answers, and training on "
+                f"preferences is not built; map: {{weight: {name}}} trains on the good ones alone",
+                name,
+            )
+    for name in FILES:
+        if row.get(name):
+            raise UnusableRow(WRONG_TYPE, f"the row has {name}; only texts can be trained on", name)
 
 
 def role_of(value: Any, number: int, column: str) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tercet.data.chat import EMPTY, MISSING, WRONG_TYPE, UnusableRow
+from tercet.data.chat import EMPTY, MISSING, WRONG_TYPE, UnusableRow, refuse_what_is_no_plain_chat
 from tercet.data.formats import chats
+from tercet.data.formats.chats.messages import turns_in, unread_of_turns
 
 BAD_JSON = "bad JSON"
 NOT_OBJECT = "not an object"
@@ -21,6 +22,7 @@ BAD_BYTES = "invalid bytes"
 SURROGATE = "lone surrogate"
 TWICE = "repeated key"
 KNOWN = frozenset((*chats.messages_aliases(), "functions", "id"))
+UTF_16 = "the file is UTF-16; save it as UTF-8"
 NULS = "the file holds NUL characters, as UTF-16 without a byte order mark does; save it as UTF-8"
 SURROGATE_DETAIL = "an escape is half of a surrogate pair and stands for no character"
 
@@ -109,7 +111,8 @@ def judge(
         return Fault(line, column, NOT_OBJECT, f'a row is an object like {{"text": …}}, not {_kind(row)}', shown())
     name = reading.text_column
     text = row.get(name) if reading.layout is None else None
-    if type(text) is str:
+    # Turns beside a text are what the text was rendered from, unless a map names the text.
+    if type(text) is str and ("text" in reading.columns or not turns_in(row)):
         reading.seen["kind: text"] += 1
         if len(row) > 1:
             for key in row:
@@ -154,7 +157,10 @@ def _chat(
     for key in row:
         if key not in module.COLUMNS and row[key] is not None and key not in KNOWN:
             reading.seen[f"column: {excerpt(str(key))}"] += 1
+    for key in unread_of_turns(row, reading.columns):
+        reading.seen[f"column: {excerpt(f'{key} of a turn')}"] += 1
     try:
+        refuse_what_is_no_plain_chat(row)
         text = chats.read(layout, row, reading.columns).to_text()
     except UnusableRow as error:
         place = column if error.column is None else column_of(reading.columns.get(error.column, error.column))

@@ -145,6 +145,7 @@ class Template:
             found, apart = self._by_rendering(text, messages, tools, weights, mark)
             self._compare(spans, found, apart)
             spans = found
+        self._require_calls(messages, {i: text[begin:end] for i, (begin, end) in spans.items()})
         trained = [(*spans[i], weight) for i, weight in weights.items() if i in spans]
         if self.train_on == "all":
             trained = _between(trained, len(text), chat.weight)
@@ -172,8 +173,19 @@ class Template:
             begin, end = self._turn(upto, upto, messages, tools, i)
             if end is None or not _shows(messages[i], upto):
                 raise TemplateRefusal(f"the template ({self.name}) does not show the answer of turn {i + 1}")
+            self._require_calls(messages, {i: upto[begin:end]})
             apart.append(Document(upto, [(begin, end, weight)], mark))
         return spans, apart
+
+    def _require_calls(self, messages: Messages, shown: Mapping[int, str]) -> None:
+        """Raise TemplateRefusal for an answer whose calls the template does not write: it would be trained as empty."""
+        for i, own in shown.items():
+            for call in messages[i].get("tool_calls") or ():
+                if call["function"]["name"] not in own:
+                    raise TemplateRefusal(
+                        f"the template ({self.name}) does not write tool calls: that of turn {i + 1}, to "
+                        f"{call['function']['name']}, would be trained as an empty answer; data.template=qwen3 writes them"
+                    )
 
     def _by_marks(self, text: str, messages: Messages, answers: Sequence[int]) -> dict[int, tuple[int, int]] | None:
         """Return where each answer stands, told by what opens and ends one; None where that does not tell.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from collections.abc import Iterator
@@ -39,7 +40,10 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
                 yield _judge(record, names, line, reading)
                 line = records.line_num + 1
         except UnicodeDecodeError as error:
+            marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
             detail = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+            if line == 1 and error.object.startswith(marks):
+                detail = rows.UTF_16
             yield Fault(line, 1, rows.BAD_BYTES, detail, fatal=True)
         except (csv.Error, ValueError) as error:
             nul = isinstance(error, _Nul)

@@ -69,7 +69,7 @@ def _read(lines: Iterable[bytes], reading: Reading, at_start: bool) -> Iterator[
                 raw = raw[len(BOM) :]
                 reading.seen["byte order mark"] += 1
             elif raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                yield Fault(1, 1, rows.BAD_BYTES, "the file is UTF-16; save it as UTF-8", fatal=True)
+                yield Fault(1, 1, rows.BAD_BYTES, rows.UTF_16, fatal=True)
                 return
             if b"\0" in raw:
                 yield Fault(1, 1, rows.BAD_BYTES, rows.NULS, fatal=True)

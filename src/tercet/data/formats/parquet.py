@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.data import rows
+from tercet.data.formats.chats import messages_aliases
 from tercet.data.rows import Fault, Reading, Row
 from tercet.errors import InputError
 
@@ -42,7 +43,7 @@ def _open(path: Path) -> Any:
 
     try:
         return parquet.ParquetFile(path)
-    except (arrow.ArrowInvalid, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is not a Parquet file: {error}") from None
 
 
@@ -56,13 +57,14 @@ def _read(path: Path, reading: Reading, groups: range | None) -> Iterator[Row | 
         try:
             batches = file.iter_batches(batch_size=_ROWS, columns=wanted, **chosen)
             yield from from_batches(batches, names, wanted, reading)
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (arrow.ArrowException, OSError, ValueError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
 
 
 def wanted_columns(names: list[str], reading: Reading) -> list[str]:
-    """Return the columns to decode: the text column where there is one, else all that may belong to a chat."""
-    if reading.layout is None and reading.text_column in names:
+    """Return the columns to decode: the text column where there is one and no turns, else all."""
+    turns = "text" not in reading.columns and any(name in names for name in messages_aliases())
+    if reading.layout is None and reading.text_column in names and not turns:
         return [reading.text_column]
     return names
 
@@ -89,7 +91,7 @@ def _judge_row(scalars: dict[str, Any], number: int, names: list[str], reading: 
     row: dict[str, Any] = {}
     for name, scalar in scalars.items():
         try:
-            row[name] = scalar.as_py()
+            row[name] = _without_nulls(scalar.as_py())
         except UnicodeDecodeError as error:
             reading.seen["kind: other"] += 1
             detail = f"byte 0x{error.object[error.start]:02x} at offset {error.start} of {name!r} is not UTF-8"
@@ -99,6 +101,13 @@ def _judge_row(scalars: dict[str, Any], number: int, names: list[str], reading: 
         return names.index(name) + 1 if name in names else 1
 
     return rows.judge(row, reading, number, 1, column_of, lambda: rows.excerpt(str(row)[:200]))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the nulls inside: Arrow gives every object of a column the keys of all others."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _judge(scalar: Any, number: int, column: int, name: str, reading: Reading) -> Row | Fault:

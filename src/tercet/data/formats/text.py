@@ -101,7 +101,7 @@ def _check(path: Path) -> Fault | None:
                 column = len(row) + (1 if b"\n" in before else column)
                 place = offset - len(held) + error.start
                 if place == 0 and error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                    return Fault(1, 1, rows.BAD_BYTES, "the file is UTF-16; save it as UTF-8")
+                    return Fault(1, 1, rows.BAD_BYTES, rows.UTF_16)
                 detail = f"byte 0x{error.object[error.start]:02x} at offset {place} of the file is not UTF-8"
                 return Fault(line, column, rows.BAD_BYTES, detail, excerpt(row, len(row)))
             if not block:

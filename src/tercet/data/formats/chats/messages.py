@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tercet.data.chat import Chat, UnusableRow, calls_of, decoded, role_of, text_of, tools_of, weight_of
+from tercet.data.chat import (
+    TURN_WEIGHTS,
+    Chat,
+    UnusableRow,
+    calls_of,
+    decoded,
+    role_of,
+    text_of,
+    tools_of,
+    weight_of,
+)
 
 NEEDED = ("messages",)
 COLUMNS = ("messages", "tools", "weight")
 ALIASES = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
 _KEPT = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+# What is read of a turn, in any layout, and what says nothing of its words.
+OF_A_TURN = frozenset(
+    (
+        "role",
+        "content",
+        "from",
+        "value",
+        "tool_calls",
+        "function_call",
+        "id",
+        "type",
+        *_KEPT,
+        *_REASONING,
+        *TURN_WEIGHTS,
+    )
+)
 
 
 def turns_in(row: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -66,5 +92,13 @@ def _message(turn: Any, number: int, column: str, names: Mapping[str, str]) -> d
     if calls:
         message["tool_calls"] = calls_of(calls, f"a call of turn {number}", column)
     message |= {key: turn[key] for key in _KEPT if isinstance(turn.get(key), str)}
-    weight = weight_of(turn)
+    weight = weight_of(turn, TURN_WEIGHTS)
     return message if weight is None else {**message, "weight": weight}
+
+
+def unread_of_turns(row: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[str]:
+    """Yield each key of a row's turns that nothing reads, as often as it stands there."""
+    _, turns = turns_in(row) or ("", [])
+    for turn in turns:
+        if isinstance(turn, dict):
+            yield from (k for k in turn if k not in OF_A_TURN and k not in names.values() and turn[k] is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tercet.data.chat import Chat, UnusableRow, calls_of, role_of, text_of, tools_of, weight_of
+from tercet.data.chat import TURN_WEIGHTS, Chat, UnusableRow, calls_of, role_of, text_of, tools_of, weight_of
 from tercet.data.formats.chats.messages import row_weight, turns_in
 
 NEEDED = ("conversations",)
@@ -37,5 +37,5 @@ def _message(turn: Any, number: int, column: str, names: Mapping[str, str]) -> d
         made = {"role": "assistant", "content": "", "tool_calls": calls_of(text, f"turn {number}", column)}
     else:
         made = {"role": role_of(speaker, number, column), "content": text}
-    weight = weight_of(turn)
+    weight = weight_of(turn, TURN_WEIGHTS)
     return made if weight is None else {**made, "weight": weight}
