@@ -88,6 +88,27 @@ def test_a_csv_of_questions_and_answers(tmp_path):
     assert [messages(r) for r in read(path)] == [[ASKED, SAID]]
 
 
+def test_a_csv_with_semicolons(tmp_path):
+    path = tmp_path / "f.csv"
+    path.write_text('instruction;input;output\n"Why?";;"Because."\n')
+    assert [messages(r) for r in read(path)] == [[ASKED, SAID]]
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping", "asked"),
+    [
+        ({"instruction": "Why?", "context": "The sky.", "response": "Because."},
+         {"instruction": "instruction", "input": "context", "output": "response"}, ["Why?\nThe sky."]),
+        ({"query": "So?", "response": "Because.", "history": [["Why?", "Who?"]]},
+         {"instruction": "query", "output": "response"}, ["Why?", "So?"]),
+    ],
+)  # fmt: skip
+def test_the_mapping_reads_what_a_question_is_about_and_what_came_before(tmp_path, row, mapping, asked):
+    assert chats.mapping_for(row) == mapping
+    found, _ = judged(tmp_path, row, map=mapping)
+    assert [m["content"] for m in Chat.from_text(found.text).messages if m["role"] == "user"] == asked
+
+
 @pytest.mark.parametrize(
     ("row", "mapping"),
     [
@@ -95,6 +116,7 @@ def test_a_csv_of_questions_and_answers(tmp_path):
         ({"id": 7, "query": "Why?", "response": "Because."}, "{prompt: query, completion: response}"),
         ({"talk": [{"speaker": "user", "utterance": "Why?"}, {"speaker": "bot", "utterance": "Because."}]},
          "{messages: talk, role: speaker, content: utterance}"),
+        ({"instruction": "Why?", "answer": "Because.", "history": []}, "{instruction: instruction, output: answer}"),
     ],
 )  # fmt: skip
 def test_unknown_columns_come_with_the_mapping_that_reads_them(tmp_path, row, mapping):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from tercet.data import rows
@@ -26,10 +27,12 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
     tabs = ".tsv" in [s.lower() for s in path.suffixes]
     with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         csv.field_size_limit(_LONGEST_FIELD)
-        records = csv.DictReader(_without_nul(text), strict=True, dialect="excel-tab" if tabs else "excel")
-        records.restkey = _SURPLUS
         line = 1
         try:
+            header = text.readline()
+            dialect = "excel-tab" if tabs else _Semicolons if ";" in header and "," not in header else "excel"
+            records = csv.DictReader(_without_nul(chain([header], text)), strict=True, dialect=dialect)
+            records.restkey = _SURPLUS
             names = list(records.fieldnames or ())
             if len(set(names)) < len(names):
                 twice = next(n for n in names if names.count(n) > 1)
@@ -50,11 +53,17 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
             yield Fault(line, 1, rows.BAD_BYTES if nul else "bad CSV", rows.NULS if nul else str(error), fatal=True)
 
 
+class _Semicolons(csv.excel):
+    """As spreadsheets write it where a comma stands in numbers."""
+
+    delimiter = ";"
+
+
 class _Nul(ValueError):
     pass
 
 
-def _without_nul(lines: Iterator[str] | io.TextIOWrapper) -> Iterator[str]:
+def _without_nul(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if "\0" in line:
             raise _Nul

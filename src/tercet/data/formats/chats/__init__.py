@@ -23,6 +23,7 @@ from tercet.data.chat import Chat, checked
 TURNS = ("role", "content")  # what a `map` may name inside a turn
 # Pairs of columns that are usually a question and its answer, for the mapping that would read them.
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "user", "human", "context", "q")
+_CONTEXTS = ("context", "input", "passage", "background", "document")  # what a question is asked about
 _ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "assistant", "gpt", "target", "a")
 
 
@@ -62,7 +63,12 @@ def mapping_for(row: Mapping[str, Any]) -> dict[str, str] | None:
         return {"messages": lists[0], **turn}
     question = next((texts[q] for q in _QUESTIONS if q in texts), None)
     answer = next((texts[a] for a in _ANSWERS if a in texts and texts[a] != question), None)
-    return {"prompt": question, "completion": answer} if question and answer else None
+    if not question or not answer:
+        return None
+    beside = next((texts[c] for c in _CONTEXTS if c in texts and texts[c] not in (question, answer)), None)
+    if beside or question.lower() == "instruction" or row.get("history"):  # Alpaca's layout reads these
+        return {"instruction": question, **({"input": beside} if beside else {}), "output": answer}
+    return {"prompt": question, "completion": answer}
 
 
 def flow(mapping: Mapping[str, str]) -> str:
