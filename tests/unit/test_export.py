@@ -215,7 +215,7 @@ def test_llama_cpp_reads_the_file_and_says_the_same(name, tmp_path):
     out = tmp_path / "m.gguf"
     # Random Qwen 3 shapes, whose queries and keys are normalised, amplify fp16's rounding to a tenth of the logits.
     run(source, "--format", "gguf", "--output", out, "--dtype", "fp32" if "qwen3" in name else "fp16")
-    near = 1e-3 if "qwen3" in name else 0.02
+    near = 4e-4 if "qwen3" in name else 0.02  # logits differ by 2e-4 in fp32
     served = open_served(out, "fp32")
     theirs = llama_cpp.Llama(str(out), n_ctx=256, verbose=False, logits_all=True)
     for text in ("the for statement", "模型🙂 is used", "  two  spaces\n\n"):

@@ -153,7 +153,7 @@ def test_a_browser_shows_the_next_steps_by_itself(served, tmp_path):
         [browser, *options, "--virtual-time-budget=1500", "--dump-dom", address],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert re.search(r"\b6 of 10 steps", shot.stdout), shot.stderr
