@@ -11,7 +11,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from typer.testing import CliRunner
 
+from tercet.cli import app
+from tercet.inference.protocol import CompletionRequest
 from tercet.inference.sampling import Sampling, choose, penalised, probabilities
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
@@ -70,3 +73,29 @@ def test_zero_temperature_takes_the_best_and_the_penalty_acts_there_too():
 def test_the_coldest_temperatures_take_the_most_probable(temperature):
     logits = torch.tensor([1.0, 30.0, -80.0, 29.9])
     assert choose(logits, [], Sampling(temperature=temperature), torch.Generator())[0] == 1
+
+
+ASKED = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3, "seed": 11}
+
+
+def test_generate_passes_every_option_on(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("tercet.inference.served.open_served", lambda *args: None)
+    monkeypatch.setattr(
+        "tercet.inference.generate.answers",
+        lambda served, prompts, n, how, stops, rows: seen.append((n, how, stops)) or [],
+    )
+    options = [word for key, value in ASKED.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), "x", "--json", "--tokens", "5", "--stop", "y", *options])
+    assert done.exit_code == 0, done.output
+    assert seen == [(5, Sampling(**ASKED), ["y"])]
+
+
+def test_a_request_counts_more_than_what_the_model_suggests():
+    asked = CompletionRequest(model="m", prompt="x", **ASKED)
+    assert asked.sampling({}, 0) == Sampling(**ASKED)
+    assert asked.sampling(dict.fromkeys(ASKED, 0.5), 2) == Sampling(**{**ASKED, "seed": 13})
+    suggested = {key: value for key, value in ASKED.items() if key != "seed"}
+    plain = CompletionRequest(model="m", prompt="x")
+    assert plain.sampling(suggested, 0) == Sampling(**suggested, seed=None)
+    assert plain.sampling({"top_k": None}, 0) == Sampling(temperature=1.0, seed=None)
