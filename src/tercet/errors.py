@@ -54,6 +54,26 @@ class InterruptedRun(TercetError):
     exit_code = 130
 
 
+def disk_full(error: BaseException) -> TercetError | None:
+    """Return a full disk as a sentence, whichever library met it and however it wrapped what the system said; else None."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = seen.errno if isinstance(seen, OSError) else None
+        if (
+            number in (errno.ENOSPC, errno.EDQUOT)
+            or "(os error 28)" in str(seen)
+            or "No space left on device" in str(seen)
+        ):
+            path = getattr(seen, "filename", None)
+            where = f" ({os.fsdecode(path)})" if isinstance(path, str | bytes) else ""
+            return TercetError(
+                f"the disk is full: no space is left for what was being written{where}",
+                "Make room there, or choose a folder on another disk.",
+            )
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
 def file_error(error: OSError) -> TercetError | None:
     """Return what the file system refused as a sentence: path, reason, and who may; None when it names no path."""
     if error.filename is None or isinstance(error, ConnectionError):

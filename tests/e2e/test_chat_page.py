@@ -52,3 +52,15 @@ def test_one_asks_and_the_model_answers(page, tmp_path):
             page.click("#clear")  # a random model talks until its context is full
             assert page.evaluate("document.querySelectorAll('.m').length") == 0
         assert not errors and all(url.startswith(server.url) for url in asked)
+
+
+def test_a_model_without_a_template_continues_what_one_writes(page, tmp_path):
+    with Running(save_served(tmp_path / "plain", template=None)) as server:
+        page.goto(server.url)
+        page.wait_for_function("document.getElementById('name').textContent == 'plain'")
+        assert "continues the text" in page.inner_text("#note")
+        page.fill("#text", "the for")
+        page.press("#text", "Enter")
+        page.wait_for_function("document.getElementById('send').textContent == 'Send' && !going", timeout=100_000)
+        shown = page.evaluate("[...document.querySelectorAll('.m')].map(e => [e.className, e.textContent])")
+        assert [kind for kind, _ in shown] == ["m user", "m assistant"] and shown[1][1]

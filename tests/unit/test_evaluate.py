@@ -50,9 +50,9 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def work(folder, texts):
-    from tercet.cli.evaluate import _prepare
+    from tercet.cli.evaluate import _prepare, _section
 
-    ((rows, pad_id),) = _prepare([str(folder)], [str(texts)], 128)
+    ((rows, pad_id),) = _prepare([str(folder)], _section([str(texts)], []), 128)
     return Work(str(folder), rows, pad_id, dtype="fp64")
 
 
@@ -121,6 +121,54 @@ def test_what_cannot_be_evaluated_has_a_sentence(folder, texts, tmp_path):
         run(folder, "--data", texts, "--device", "gpu")
     with pytest.raises(InputError, match=r"nothing\.txt"):
         run(folder, "--data", tmp_path / "nothing.txt")
+
+
+def test_a_gguf_file_has_the_tokens_of_the_folder_it_was_made_of(folder, texts, tmp_path):
+    """transformers' reader puts an unknown token behind those of the file; a full embedding has no row for it."""
+    from tercet.inference.export import export_gguf
+
+    exact = save_served(tmp_path / "exact", vocabulary=load(folder).size)
+    export_gguf(str(exact), tmp_path / "exact.gguf", "fp32", lambda text: None)
+    assert load(tmp_path / "exact.gguf").backend.get_vocab() == load(exact).backend.get_vocab()
+    rows = json.loads(run(exact, tmp_path / "exact.gguf", "--data", texts, "--sequence", 128, "--json"))["models"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+
+
+def test_the_model_whose_tokenizer_does_not_fit_is_named(folder, texts, tmp_path):
+    small = save_served(tmp_path / "small", vocabulary=64)
+    with pytest.raises(InputError, match=r"small: its tokenizer has \d+ ids, but its embedding 64 rows") as told:
+        run(folder, small, "--data", texts, "--sequence", 128)
+    assert "model.vocabulary" not in str(told.value)
+
+
+def test_keys_say_how_texts_are_read_and_the_advice_for_them_works(tmp_path):
+    plain = save_served(tmp_path / "plain", template=None)
+    chats, table = tmp_path / "chats.jsonl", tmp_path / "qa.csv"
+    turns = [{"role": "user", "content": "the for"}, {"role": "assistant", "content": "statement"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    table.write_text("question,answer\nthe for,statement\n")
+    with pytest.raises(InputError, match=r"data.template=NAME"):
+        run(plain, "--data", chats)
+    with pytest.raises(InputError, match=r"data.train.0.map=\{text: …\}"):
+        run(plain, "--data", table)
+    found = [
+        json.loads(run(plain, *keys, "--json"))["models"][0]["bytes"]
+        for keys in (
+            ("data.template=plain", "--data", chats),
+            ("--data", table, "data.train.0.map={text: question}"),
+        )
+    ]
+    assert found == [len("statement"), len("the for")]
+
+
+def test_keys_that_cannot_act_are_refused(folder, texts):
+    with pytest.raises(InputError, match=r"data.templat has no part in evaluating; did you mean data.template\?"):
+        run(folder, "data.templat=plain", "--data", texts)
+    with pytest.raises(InputError, match="there is no --data"):
+        run(folder, "data.bad_rows=skip")
+    with pytest.raises(InputError, match=r"data.train has no source 1"):
+        run(folder, "--data", texts, "data.train.1.map={text: q}")
 
 
 # ---------------------------------------------------------------------------------------------------- lm-eval

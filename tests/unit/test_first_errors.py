@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 
 import pytest
 
+from tercet import cli
 from tercet.cli.init import run as init
 from tercet.data.sources import find_all
 from tercet.errors import InputError
@@ -113,3 +115,32 @@ def test_a_damaged_lock_that_nobody_holds_is_taken(tmp_path, content):
     lock = RunLock(path)
     assert json.loads(path.read_text())["ranks"] == []
     lock.release()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),  # safetensors
+    ],
+)
+def test_a_full_disk_is_said_whoever_met_it(monkeypatch, capsys, error):
+    """Every command: what a library raises, also as the cause of something else, is no fault of Tercet."""
+    wrapped = ValueError("the file could not be written")
+    wrapped.__cause__ = error
+    for raised in (error, wrapped):
+
+        def fail(raised=raised):
+            raise raised
+
+        monkeypatch.setattr(cli, "app", fail)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 1 and "fault of Tercet" not in said
+        assert "the disk is full" in said or "/data/x: Disk quota exceeded" in said
+    monkeypatch.setattr(cli, "app", lambda: [][0])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "fault of Tercet" in capsys.readouterr().err

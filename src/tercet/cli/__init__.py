@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tercet.errors import InputError, InterruptedRun, TercetError, file_error
+from tercet.errors import InputError, InterruptedRun, TercetError, disk_full, file_error
 
 # Help is as wide as the terminal; what is printed to a file or a pipe has 80 columns.
 CONTEXT = {"max_content_width": 160, "help_option_names": ["-h", "--help"]}
@@ -90,15 +90,14 @@ def main() -> None:
             sys.exit(1)
         show_error(told)
         sys.exit(told.exit_code)
-    except OSError as error:  # what the file system refuses is no fault of ours
-        if (told := file_error(error)) is None:
+    except Exception as error:
+        # What the file system refuses is no fault of ours; libraries wrap a full disk in errors of their own.
+        told = (file_error(error) if isinstance(error, OSError) else None) or disk_full(error)
+        if told is None:
             _unexpected(error)
             sys.exit(1)
         show_error(told)
         sys.exit(told.exit_code)
-    except Exception as error:
-        _unexpected(error)
-        sys.exit(1)
     finally:
         _let_go_of_consoles()
 

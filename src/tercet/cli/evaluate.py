@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tercet.errors import InputError, nearest
+
 if TYPE_CHECKING:
+    from tercet.data.prepare import Prepared
     from tercet.data.shards import Rows
+    from tercet.spec.recipe import DataSection
 
 LONGEST = 2048  # tokens that a model looks back over, unless it or --sequence says otherwise
+# Of data, and of its sources: how texts are read.
+KEYS = ("template", "train_on", "bad_rows", "long_rows", "cache")
+SOURCE_KEYS = ("map", "format")
+KEY = re.compile(r"\w+(\.\w+)*=")
+SOURCE_KEY = re.compile(r"data\.train\.\d+\.(\w+)")
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +27,10 @@ def register(app: typer.Typer) -> None:
     def evaluate(
         models: Annotated[
             list[str],
-            typer.Argument(metavar="RUN|FOLDER|GGUF...", help="A model, and more to compare with it."),
+            typer.Argument(
+                metavar="RUN|FOLDER|GGUF... [key=value]...",
+                help="A model, and more to compare with it; recipe keys for --data, such as data.template=plain.",
+            ),
         ],
         data: Annotated[
             list[str] | None,
@@ -49,13 +62,16 @@ def register(app: typer.Typer) -> None:
         """
         from tercet.cli import require_models
 
+        models, keys = _keys_apart(models)
         require_models(*models)
-        _require_texts(data or [])
+        if keys and not data:
+            raise InputError(f"{keys[0]!r} says how --data is read, and there is no --data", "Add --data FILE.")
+        section = _section(data, keys) if data else None
         if tasks is not None:
             found = _tasks(models, tasks, limit, batch, dtype, device)
             show = _show_tasks
         else:
-            found = _texts(models, data, sequence, batch, ranks, dtype, device)
+            found = _texts(models, section, sequence, batch, ranks, dtype, device)
             show = _show
         if as_json:
             import orjson
@@ -65,17 +81,38 @@ def register(app: typer.Typer) -> None:
             show(found)
 
 
-def _require_texts(data: list[str]) -> None:
-    from tercet.data.sources import find
-    from tercet.spec.recipe import SourceSection
+def _keys_apart(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return (models, recipe keys). Raises InputError for a key that cannot act here."""
+    from pathlib import Path
 
-    for text in data:
-        find(SourceSection(path=text), "--data")
+    keys = [w for w in words if KEY.match(w) and not Path(w).expanduser().exists()]
+    for word in keys:
+        name = word.partition("=")[0]
+        of_source = SOURCE_KEY.match(name)
+        if not (of_source and of_source[1] in SOURCE_KEYS) and name.removeprefix("data.") not in KEYS:
+            known = [f"data.{key}" for key in KEYS] + [f"data.train.0.{key}" for key in SOURCE_KEYS]
+            raise InputError(f"{name} has no part in evaluating{nearest(name, known)}", f"Keys: {', '.join(known)}.")
+    models = [w for w in words if w not in keys]
+    if not models:
+        raise InputError("evaluate needs a model", "For example: tercet evaluate RUN --data book.txt")
+    return models, keys
+
+
+def _section(data: list[str], keys: list[str]) -> DataSection:
+    """Return the data section of the texts with its keys. Raises InputError for one that is not there, or a bad value."""
+    from tercet.data.sources import find
+    from tercet.spec.recipe import build_recipe
+
+    tree = {"train": [{"path": text} for text in data], "tokenizer": "model", "long_rows": "split"}
+    section = build_recipe({"name": "evaluate", "model": "first-light", "data": tree}, keys).data
+    for source in section.train:
+        find(source, "--data")
+    return section
 
 
 def _texts(
     models: list[str],
-    data: list[str] | None,
+    data: DataSection | None,
     sequence: int | None,
     batch: int,
     ranks: int | None,
@@ -84,7 +121,6 @@ def _texts(
 ) -> dict[str, Any]:
     import time
 
-    from tercet.errors import InputError
     from tercet.inference.device import choose_device
     from tercet.inference.evaluate import Work, name_of
     from tercet.inference.evaluate_ranks import evaluate
@@ -105,7 +141,8 @@ def _texts(
         if not figures["tokens"]:
             raise InputError(f"{model}: no token of this text is predicted: every text has one token alone")
         results.append({"model": model, **figures, "ranks": ranks, "seconds": round(time.monotonic() - begin, 3)})
-    return {"data": data or f"validation data of {_run_among(models)}", "models": results}
+    texts = f"validation data of {_run_among(models)}" if data is None else [source.path for source in data.train]
+    return {"data": texts, "models": results}
 
 
 def _cards(device: Any) -> int:
@@ -114,15 +151,13 @@ def _cards(device: Any) -> int:
     return torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
 
 
-def _prepare(models: list[str], data: list[str] | None, sequence: int | None) -> list[tuple[tuple[Rows, ...], int]]:
+def _prepare(models: list[str], data: DataSection | None, sequence: int | None) -> list[tuple[tuple[Rows, ...], int]]:
     """Return each model's rows and padding id: the same text, in the tokens of each model's own tokenizer."""
     run = _run_among(models)
     if data is None:
         return [_validation(model, run) for model in models]
-    from tercet.cli import say_aside
-    from tercet.data.prepare import prepare
     from tercet.spec.families import describe
-    from tercet.spec.recipe import DataSection, ModelSection
+    from tercet.spec.recipe import ModelSection
     from tercet.weights.reading import model_place
 
     places = [model_place(model) for model in models]
@@ -130,25 +165,44 @@ def _prepare(models: list[str], data: list[str] | None, sequence: int | None) ->
     if sequence is None:  # one length for all, so that every model looks back as far
         own = _recipe(run).data.sequence_tokens if run is not None else LONGEST
         sequence = min(own, *(spec.context_tokens for spec in specs))
+    data = data.model_copy(update={"sequence_tokens": sequence})
     found = []
-    for place, spec in zip(places, specs, strict=True):
-        section = DataSection.model_validate({"train": data, "sequence_tokens": sequence, "long_rows": "split"})
-        with _bar("prepare", None) as progress:
-            made = prepare(
-                section, vocabulary=spec.vocabulary, model_tokenizer=place, seed=0, say=say_aside, progress=progress
-            )
+    for model, place, spec in zip(models, places, specs, strict=True):
+        made = _prepared(model, None, data, spec.vocabulary, model_tokenizer=place, seed=0)
         found.append((made.train.sources, made.pad_id))
     return found
+
+
+def _prepared(model: str, run: str | None, data: DataSection, vocabulary: int, **more: Any) -> Prepared:
+    """Return the data, those of `run` if one is given, in the tokens of `model`. Raises InputError that names both."""
+    from tercet.cli import say_aside
+    from tercet.data.prepare import prepare
+    from tercet.inference.served import of_model
+
+    try:
+        with _bar("prepare", None) as progress:
+            # The embedding is compared below: the recipe's way out, another model.vocabulary, does not exist here.
+            needed = vocabulary if data.tokenizer == "train" else None
+            made = prepare(data, vocabulary=needed, say=say_aside, progress=progress, **more)
+    except InputError as error:
+        told = of_model(error)
+        if run is None:
+            raise InputError(f"for {model}: {told.message}", told.hint) from None
+        text = f"the validation data of {run} for {model}: {told.message}"
+        raise InputError(text, "Another text: --data FILE.") from None
+    if made.vocabulary > vocabulary:
+        raise InputError(
+            f"{model}: its tokenizer has {made.vocabulary} ids, but its embedding {vocabulary} rows",
+            "Give the model the tokenizer that it was trained with.",
+        )
+    return made
 
 
 def _validation(model: str, run: str | None) -> tuple[tuple[Rows, ...], int]:
     """Return the validation rows of `run` in the tokens of `model`: for the run itself those that it was trained beside."""
     from pathlib import Path
 
-    from tercet.cli import say_aside
     from tercet.data.kept import read_kept
-    from tercet.data.prepare import prepare
-    from tercet.errors import InputError
     from tercet.spec.families import describe
     from tercet.spec.families.where import tokenizer_place
     from tercet.spec.recipe import ModelSection
@@ -162,19 +216,15 @@ def _validation(model: str, run: str | None) -> tuple[tuple[Rows, ...], int]:
     place = model_place(model)
     own = Path(model).expanduser() == Path(run).expanduser()
     data = recipe.data if own else recipe.data.model_copy(update={"tokenizer": "model"})
-    try:
-        with _bar("prepare", None) as progress:
-            made = prepare(
-                data,
-                vocabulary=describe(ModelSection(path=str(place))).vocabulary,
-                model_tokenizer=tokenizer_place(recipe.model.path) if own else place,
-                seed=recipe.train.seed,
-                say=say_aside,
-                progress=progress,
-                kept=read_kept(Path(run).expanduser(), False) if own else None,
-            )
-    except InputError as error:
-        raise InputError(f"the validation data of {run}: {error.message}", "Another text: --data FILE.") from None
+    made = _prepared(
+        model,
+        run,
+        data,
+        describe(ModelSection(path=str(place))).vocabulary,
+        model_tokenizer=tokenizer_place(recipe.model.path) if own else place,
+        seed=recipe.train.seed,
+        kept=read_kept(Path(run).expanduser(), False) if own else None,
+    )
     assert made.validation is not None
     return (made.validation,), made.pad_id
 

@@ -94,7 +94,11 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     import sys
     from pathlib import Path
 
-    if (prompt is None) == (file is None):
+    if prompt is not None and file is not None:
+        raise InputError(
+            "give a PROMPT or --file with prompts, not both", f"The prompt is {prompt[:80]!r}, the file {file}."
+        )
+    if prompt is None and file is None:
         raise InputError("give a PROMPT, or --file with prompts", 'For example: tercet generate RUN "Once upon a time"')
     if prompt is not None:
         return [prompt]

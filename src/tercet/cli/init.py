@@ -117,6 +117,7 @@ def run(texts: list[str], model: str | None, output: str, as_json: bool) -> None
     try:
         target.write_text(content, encoding="utf-8")
     except OSError as error:
+        target.unlink(missing_ok=True)  # half of it, or none: the next init would find it there
         raise InputError(f"{target} cannot be written: {error.strerror}") from None
     try:
         answer = plan(str(target))

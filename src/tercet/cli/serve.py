@@ -57,6 +57,7 @@ def register(app: typer.Typer) -> None:
             door.bind((host, port))
         except (OSError, OverflowError) as error:
             raise InputError(f"{host}:{port} cannot be listened at: {error}", "Choose another --port.") from None
+        say_aside(f"loading {folder}")
         served = open_served(folder, None, device, quantize, say_aside)
         with Engine(served, rows, queue, context) as engine:
             server = Server(engine, api_key, LOOPBACK if here else None)

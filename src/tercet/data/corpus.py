@@ -236,7 +236,8 @@ def stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train:
             "Mend them, or set data.bad_rows=skip to leave them out."
             if all(f.kept or not f.rows for f in findings.values())
             else "No row would be left without them, so skipping is no way: mend the rows, or name their columns "
-            "with data.train: [{path: …, map: {text: …}}].",
+            "with data.train: [{path: …, map: {text: …}}], or on the command line 'data.train.0.map={text: …}' (0: the "
+            "first source).",
         )
     own = findings["train"]
     if own.kept == 0:

@@ -37,7 +37,7 @@ def source_of(setting: str | None, folder: Path) -> tuple[str, str]:
         if found is None:
             raise InputError(
                 "the data holds chats, but the tokenizer brings no chat template",
-                f"Name one with data.template: {', '.join(named())}, or a .jinja file; plain writes the texts as they are.",
+                f"Name one with data.template=NAME: {', '.join(named())}, or a .jinja file; plain writes the texts as they are.",
             )
         return "the tokenizer's own", found
     if setting in named():

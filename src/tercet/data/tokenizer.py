@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tercet.data import hub
 from tercet.data.words import Words, token_bytes, unit_pattern
 from tercet.errors import InputError
+from tercet.spec.families import read_json_object
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 # Files of a tokenizer folder that decide tokens; a model folder holds much else.
@@ -297,8 +298,20 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = found.backend_tokenizer
     if (pre := reader(path).fields.get("tokenizer.ggml.pre")) is not None and pre.contents() in _WHOLE_WORDS:
         backend.model.ignore_merges = True  # transformers' reader leaves it out
-    eos = config.get("eos_token_id")
-    return _finish(backend, eos, config.get("bos_token_id"), found.pad_token_id, str(path), found)
+    count = len(reader(path).fields["tokenizer.ggml.tokens"].data)
+    backend, pad = _first(backend, count), found.pad_token_id
+    eos, bos = config.get("eos_token_id"), config.get("bos_token_id")
+    return _finish(backend, eos, bos, None if pad is not None and pad >= count else pad, str(path), found)
+
+
+def _first(backend: tokenizers.Tokenizer, count: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer without the tokens that transformers' reader adds behind the `count` of the file (an unknown
+    token, as GPT-2 has one): the model has no row for them."""
+    if _size(backend) <= count:
+        return backend
+    whole = json.loads(backend.to_str())
+    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] < count]
+    return tokenizers.Tokenizer.from_str(json.dumps(whole))
 
 
 def _read_json(path: Path) -> tokenizers.Tokenizer:
@@ -316,7 +329,7 @@ def _from_json(path: Path) -> Tokenizer:
     backend = _read_json(path)
     config: dict[str, Any] = {}
     if (beside := path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
-        config = json.loads(beside.read_text(encoding="utf-8"))
+        config = read_json_object(beside)
 
     def named(name: str, usual: Sequence[str]) -> int | None:
         value = config.get(name)
@@ -354,6 +367,12 @@ def _finish(
 def _from_transformers(place: Path | str, name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    for file in (
+        Path(place) / "config.json",
+        *(Path(place) / n for n in FILES if n.endswith(("_config.json", "_map.json"))),
+    ):
+        if file.is_file():  # the reader would name the folder alone
+            read_json_object(file)
     try:
         found = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # every layer below raises its own kinds

@@ -15,7 +15,7 @@ from tercet.data.template import Messages, find_template, render, special_tokens
 from tercet.data.tokenizer import Tokenizer, load
 from tercet.errors import InputError, TercetError
 from tercet.inference.ollama import find_wrapping, modelfile
-from tercet.inference.served import generation_settings, require_finished, tokenizer_place
+from tercet.inference.served import generation_settings, own_tokenizer, require_finished, tokenizer_place
 from tercet.spec.families import describe
 from tercet.spec.families.gguf import reader
 from tercet.spec.model import Model
@@ -61,11 +61,11 @@ def export_hf(source: str, output: Path, dtype: str | None, shard_bytes: int, sa
             source=base,
         )
         if not words.is_dir():
-            load(words).save(folder)
+            own_tokenizer(words).save(folder)
         (folder / "README.md").write_text(_card(source, spec, kind), encoding="utf-8")
         again = open_weights(folder, describe(ModelSection(path=str(folder))))
         _compare_tensors(stored, again, kind, say, output)
-        _compare_ids(load(words).backend, load(folder).backend)
+        _compare_ids(own_tokenizer(words).backend, load(folder).backend)
         if merge and spec.parameters <= COMPARED_PARAMETERS:
             _compare_logits(unmerged(place), load_model(folder, "fp32"), kind, say, str(output))
     return output
@@ -77,7 +77,7 @@ def export_gguf(source: str, output: Path, dtype: str | None, say: Say, merge: b
     place, spec, stored = _open(source, merge)
     dtype = dtype or "fp16"
     words = tokenizer_place(place)
-    tokenizer = load(words)
+    tokenizer = own_tokenizer(words)
     check_writable(spec, tokenizer.backend)
     spec = spec.without_mtp()
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
@@ -103,7 +103,7 @@ def export_ollama(source: str, output: Path, dtype: str | None, say: Say, merge:
     unfinished = _Unfinished(output)
     place, spec, _ = _open(source, merge)
     words = tokenizer_place(place)
-    tokenizer, template = load(words), find_template(words)
+    tokenizer, template = own_tokenizer(words), find_template(words)
     wrapping = None if template is None else find_wrapping(_plain(template, tokenizer))
     if wrapping is None:
         say("no chat template: the Modelfile makes a model that continues texts")

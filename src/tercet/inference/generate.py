@@ -27,7 +27,8 @@ def stream(
     served: Served, batch: Batch, ids: Sequence[int], limit: int, sampling: Sampling, stops: Sequence[str]
 ) -> Iterator[str]:
     """Yield the text of one answer as it comes."""
-    text = _admit(batch, served, ids, limit, sampling)
+    require_room(ids, batch.capacity)
+    text = batch.add(ids, limit, sampling, served.stop)
     shown = TextStream(served.decode, ids, stops)
     try:
         seen = 0
@@ -43,26 +44,34 @@ def stream(
         batch.remove(text)
 
 
-def _admit(batch: Batch, served: Served, ids: Sequence[int], limit: int, sampling: Sampling):
-    try:
-        return batch.add(ids, limit, sampling, served.stop)
-    except ValueError as error:
-        raise InputError(f"{error}", "Give at least one character, and less than the model's context.") from None
+def require_room(ids: Sequence[int], capacity: int, what: str = "the prompt") -> None:
+    """Raise InputError for a prompt without tokens, or one that leaves no token of `capacity` to the answer."""
+    if not ids:
+        raise InputError(f"{what} is empty: it has no tokens", "Give at least one character.")
+    if len(ids) >= capacity:
+        raise InputError(
+            f"{what} is too long: it has {len(ids)} tokens, and the model reads {capacity}, answer included",
+            f"Shorten it to {capacity - 1} tokens at most.",
+        )
 
 
 def answers(
     served: Served, prompts: Sequence[str], limit: int, sampling: Sampling, stops: Sequence[str] = (), rows: int = 8
 ) -> list[Answer]:
-    """Return the answer to each prompt, up to `rows` computed side by side. Raises InputError for an empty prompt."""
+    """Return the answer to each prompt, up to `rows` computed side by side.
+
+    Raises InputError for a prompt that is empty or too long, before anything is computed.
+    """
     batch = Batch(served.model, min(rows, max(1, len(prompts))), vocabulary=served.vocabulary)
     found: dict[int, Answer] = {}
     going: list[tuple[int, Running, TextStream]] = []
-    waiting = list(enumerate(prompts))
+    waiting = list(enumerate(map(served.prompt_ids, prompts)))
+    for n, ids in waiting:
+        require_room(ids, batch.capacity, "the prompt" if len(prompts) == 1 else f"prompt {n + 1}")
     while waiting or going:
         while waiting and batch.has_room:
-            n, prompt = waiting.pop(0)
-            ids = served.prompt_ids(prompt)
-            going.append((n, _admit(batch, served, ids, limit, sampling), TextStream(served.decode, ids, stops)))
+            n, ids = waiting.pop(0)
+            going.append((n, batch.add(ids, limit, sampling, served.stop), TextStream(served.decode, ids, stops)))
         got = batch.step()
         for entry in list(going):
             n, text, shown = entry

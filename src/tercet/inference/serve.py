@@ -97,7 +97,8 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     def _entry(self) -> dict[str, Any]:
-        return {"id": self.served.name, "object": "model", "created": self._since, "owned_by": "tercet"}
+        chats = self.served.template is not None
+        return {"id": self.served.name, "object": "model", "created": self._since, "owned_by": "tercet", "chats": chats}
 
     async def _models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})

@@ -79,6 +79,19 @@ def require_finished(path: Path) -> None:
         raise InputError(f"{path} has no trained model yet", f"Finish it with: {RunFolder(path).resume}")
 
 
+def own_tokenizer(place: Path) -> Tokenizer:
+    """Return the tokenizer of a model. Raises InputError that speaks of the model: no recipe with data.tokenizer is at work."""
+    try:
+        return load(place)
+    except InputError as error:
+        raise of_model(error) from None
+
+
+def of_model(error: InputError) -> InputError:
+    """Return the error of reading a model's own tokenizer without the recipe's key in front."""
+    return InputError(error.message.removeprefix("data.tokenizer: "), error.hint)
+
+
 def tokenizer_place(place: Path) -> Path:
     """Return where a model's tokenizer lies: with it, or where an adapter brings none with its base."""
     return place if not is_adapter(place) or any((place / name).is_file() for name in FILES) else base_of(place)
@@ -104,7 +117,7 @@ def open_served(
     require_finished(path)
     place = model_place(name)
     words = tokenizer_place(place)
-    tokenizer = load(words)
+    tokenizer = own_tokenizer(words)
     suggested, stop = generation_settings(base_of(place), tokenizer.eos_id)
     model = load_model(place, dtype or ("bf16" if quantized else None))
     if quantized:  # before it moves: a card need not hold it whole

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tercet.errors import InterruptedRun, RunError, TercetError, file_error
+from tercet.errors import InterruptedRun, RunError, TercetError, disk_full, file_error
 from tercet.parallel.bond import die_with_parent
 from tercet.spec.memory_limit import memory_limit
 from tercet.spec.recipe import Recipe, load_run_recipe
@@ -139,7 +139,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
             "interrupted": isinstance(error, InterruptedRun),
             "shared": isinstance(error, RunError),
         }
-    if isinstance(error, OSError) and (told := file_error(error)) is not None:
+    if (told := (file_error(error) if isinstance(error, OSError) else None) or disk_full(error)) is not None:
         return describe_error(told)
     content = {
         "message": f"{type(error).__name__}: {error}",

@@ -215,6 +215,9 @@ def _override_value(text: str, override: str) -> Any:
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     """Put `value` at the dotted key. A word in the way (strategy: zero2) becomes its section first."""
     *path, last = key.split(".")
+    if path[:2] == ["data", "train"] and len(path) > 2:
+        _set_of_source(tree, path[2], ".".join([*path[3:], last]), value)
+        return
     for depth, part in enumerate(path):
         child = tree.get(part)
         if depth == 0 and part == "strategy" and isinstance(child, str):
@@ -228,6 +231,22 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         tree[part] = child = dict(child)
         tree = child
     tree[last] = value
+
+
+def _set_of_source(tree: dict[str, Any], number: str, key: str, value: Any) -> None:
+    """Put `value` at the key of one source of data.train: data.train.0.map. Raises InputError where there is no such source."""
+    section = tree.get("data")
+    said: Any = section.get("train") if isinstance(section, dict) else None
+    sources: list[Any] = [
+        {"path": s} if isinstance(s, str) else s for s in (said if isinstance(said, list) else [said])
+    ]
+    if not number.isdecimal() or int(number) >= len(sources) or not isinstance(sources[int(number)], dict):
+        raise InputError(f"data.train.{number}.{key}: data.train has no source {number}", "Sources are counted from 0.")
+    own: dict[str, Any] = dict(sources[int(number)])
+    sources[int(number)] = own
+    _set(own, key, value)
+    assert isinstance(section, dict)
+    tree["data"] = {**section, "train": sources}
 
 
 def _strategy_word_or_input_error(word: str) -> dict[str, Any]:
