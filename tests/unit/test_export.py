@@ -18,6 +18,7 @@ from tercet.data.tokenizer import load
 from tercet.errors import InputError, TercetError
 from tercet.inference.ollama import DIALOGUES
 from tercet.inference.served import open_served
+from tercet.spec.families.gguf import reader
 from tercet.weights.reading import load_model
 
 SHAPES = {
@@ -68,6 +69,21 @@ def test_a_gguf_file_is_the_model(name, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
         text = "the for 模型🙂 12"
         assert tokenizer.encode(text, add_special_tokens=False) == load(source).encode([text])[0].tolist()
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_answers_end_in_a_gguf_file_where_the_model_ends_them(tmp_path, where):
+    """A model of chats ends its answers at <|im_end|>, its tokenizer ends texts at another token."""
+    source = save_served(tmp_path / "m")
+    turn = load(source).backend.token_to_id("<|im_end|>")
+    config = json.loads((source / where).read_text())
+    (source / where).write_text(json.dumps({**config, "eos_token_id": [turn]}))
+    run(source, "--format", "gguf", "--output", tmp_path / "m.gguf")
+    was, now = open_served(source), open_served(tmp_path / "m.gguf")
+    assert turn in was.stop and set(now.stop) == set(was.stop)
+    assert now.tokenizer.eos_id == was.tokenizer.eos_id != turn
+    fields = reader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == turn
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

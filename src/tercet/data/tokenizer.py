@@ -301,6 +301,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     count = len(reader(path).fields["tokenizer.ggml.tokens"].data)
     backend, pad = _first(backend, count), found.pad_token_id
     eos, bos = config.get("eos_token_id"), config.get("bos_token_id")
+    eos = eos[0] if isinstance(eos, list) else eos
     return _finish(backend, eos, bos, None if pad is not None and pad >= count else pad, str(path), found)
 
 

@@ -80,7 +80,10 @@ def export_gguf(source: str, output: Path, dtype: str | None, say: Say, merge: b
     tokenizer = own_tokenizer(words)
     check_writable(spec, tokenizer.backend)
     spec = spec.without_mtp()
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    ends = generation_settings(base_of(place), tokenizer.eos_id)[1]
+    if len(ends) > 3:
+        raise InputError(f"{source} has {len(ends)} ends of text ({ends}); a GGUF file holds three at most")
+    ids = {"bos": tokenizer.bos_id, "pad": tokenizer.pad_id, **dict(zip(("eos", "eot", "eom"), ends, strict=False))}
     name = Path(source).name
     with unfinished as file:
         write_gguf(file, spec, stored, dtype, tokenizer.backend, ids, find_template(words), name)
@@ -90,6 +93,8 @@ def export_gguf(source: str, output: Path, dtype: str | None, say: Say, merge: b
         again = open_weights(file, again_spec)
         _compare_tensors(stored, again, DTYPES[dtype], say, output)
         _compare_ids(tokenizer.backend, rebuilt_tokenizer(file))
+        if set(generation_settings(file, tokenizer.eos_id)[1]) != set(ends):
+            raise TercetError(f"{output}: read back, its answers end elsewhere; it was not kept")
         if find_template(file) != find_template(words):
             raise TercetError(f"{output}: its chat template is another one; it was not kept")
         if spec.parameters <= COMPARED_PARAMETERS:

@@ -95,7 +95,7 @@ def write_gguf(
 ) -> None:
     """Write the file. weights: `.tensor(name)` gives each parameter; dtype: fp32, fp16 or bf16, of the matrices.
 
-    ids: bos, eos, pad; a bos that is None is not put in front by the runtime. Holds one tensor at a time beside the
+    ids: bos, eos, pad, and eot and eom, at which an answer ends too; a bos that is None is not put in front by the runtime. Holds one tensor at a time beside the
     writer's temporary file.
     """
     import gguf
@@ -177,6 +177,8 @@ def _write_tokenizer(
         ("bos", writer.add_bos_token_id),
         ("eos", writer.add_eos_token_id),
         ("pad", writer.add_pad_token_id),
+        ("eot", writer.add_eot_token_id),
+        ("eom", writer.add_eom_token_id),
     ):
         if ids.get(name) is not None:
             add(ids[name])

@@ -70,6 +70,10 @@ def read_config(path: Path) -> dict[str, Any]:
         "dtype": "float32",
         "eos_token_id": field("tokenizer.ggml.eos_token_id"),
     }
+    # An answer ends at any of them; the first is what ends a text.
+    ends = [config["eos_token_id"], *(field(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))]
+    if len(ends := list(dict.fromkeys(end for end in ends if end is not None))) > 1:
+        config["eos_token_id"] = ends
     if field("tokenizer.ggml.add_bos_token", kind == "llama"):
         config["bos_token_id"] = field("tokenizer.ggml.bos_token_id")
     if kind == "qwen3moe":
