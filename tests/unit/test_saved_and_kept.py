@@ -21,6 +21,7 @@ from tercet.planner.ledger import save_bytes
 from tercet.spec.recipe import build_recipe
 from tercet.spec.run_folder import RunFolder
 from tercet.spec.strategy import Work
+from tercet.training.assembly import _begins_again
 from tercet.training.bench import row_of
 from tercet.training.disk import remove_leftovers
 from tercet.training.finish import _own_tokenizer, _peaks
@@ -260,3 +261,19 @@ def test_fewer_steps_than_are_done_are_refused_and_the_record_stays(cli):
     refused = cli.run("train", "--resume", "run", "train.steps=3", code=2)
     assert "train.steps: 3 steps are asked for, and 4 are done" in refused.stderr
     assert [file.read_bytes() for file in files] == before
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_replace_what_it_trained(tmp_path):
+    run, said = RunFolder(tmp_path), []
+    _begins_again(run, said.append)
+    assert said == []
+    run.events.write_text('{"event":"start","step":0,"time":1.0}\n')
+    _begins_again(run, said.append)
+    run.events.write_text('{"event":"start","step":0,"time":1.0}\n{"event":"checkpoint","step":2,"time":2.0}\n')
+    _begins_again(run, said.append)
+    assert ["published" in text for text in said] == [True, False] and "are gone" in said[1]
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=f"{name}/ holds what it has trained"):
+            _begins_again(run, said.append)
+        (tmp_path / name).rmdir()

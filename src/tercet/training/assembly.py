@@ -166,14 +166,27 @@ def _engine(
     )
 
 
+def _begins_again(run: RunFolder, say: Callable[[str], None]) -> None:
+    """Say why a run that began before begins again. Raises InputError when that would replace what it has trained."""
+    kinds = {event["event"] for event in run.read_events()}
+    if there := next((path for path in (run.model, run.adapter) if path.exists()), None):
+        raise InputError(
+            f"the checkpoints of {run.path} are gone, and {there.name}/ holds what it has trained: beginning again would replace it",
+            f"Put the checkpoints back; or move {there} away to begin again at step 1.",
+        )
+    if "checkpoint" in kinds:
+        say("the checkpoints of this run are gone: begins again at step 1")
+    elif kinds & {"start", "step"}:
+        say("no checkpoint had been published yet: begins again at step 1")
+
+
 def _resume(
     run: RunFolder, engine: Engine, world: World, say: Callable[[str], None], base: str | None, path: str | None
 ) -> Progress:
     """Restore the newest complete checkpoint, all of it or nothing; step 0 when none was ever published."""
     found = find_checkpoint(run.checkpoints, world)
     if found is None:
-        if any(event["event"] in ("start", "step") for event in run.read_events()):
-            say("no checkpoint had been published yet: begins again at step 1")
+        _begins_again(run, say)
         return Progress()
     for reason in found.skipped:
         say(f"passed over a checkpoint that is not complete: {reason}")
