@@ -68,6 +68,14 @@ TALK = [{"role": "user", "content": "the"}]
 WRONG = [
     ("completions", {"prompt": "the", "max_tokens": -1}, "max_tokens"),
     ("completions", {"prompt": "the", "n": -2}, "n"),
+    ("completions", {"prompt": "the", "echo": True, "logprobs": 1}, "echo"),
+    ("completions", {"prompt": "the", "best_of": 4}, "best_of"),
+    ("completions", {"prompt": "the", "logit_bias": {"5": 100}}, "logit_bias"),
+    ("chat/completions", {"messages": TALK, "response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"messages": TALK, "tool_choice": "required"}, "tool_choice"),
+    ("chat/completions", {"messages": TALK, "frequency_penalty": 0.5}, "frequency_penalty"),
+    ("chat/completions", {"messages": TALK, "continue_final_message": True}, "continue_final_message"),
+    ("chat/completions", {"messages": TALK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("completions", {"prompt": "the", "top_k": -5}, "top_k"),
     ("completions", {"prompt": "the", "max_tokens": "12"}, "max_tokens"),
     ("completions", {"prompt": ["the", 7]}, "prompt"),
@@ -189,3 +197,53 @@ def test_a_foreign_page_may_not_even_ask(running):
 
     with urllib.request.urlopen(f"{running.url}/v1/models", timeout=100) as answer:
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+
+
+def test_neutral_values_of_what_is_not_built_are_taken(running):
+    neutral = {
+        "echo": False,
+        "best_of": 1,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": None,
+        "user": "u",
+    }
+    assert ask(running, prompt="the", max_tokens=2, **neutral)[0] == 200
+    chat = {"response_format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": True, "store": False}
+    assert ask(running, "chat/completions", messages=TALK, max_tokens=2, **chat)[0] == 200
+
+
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}-{% endif %}{% endif %}"
+)
+
+
+def test_a_served_chat_is_the_trained_one(tmp_path):
+    """Arguments as clients send them, a text, and names of roles: the same ids as in training. And what a template is told."""
+    from tercet.data.chat import Chat
+    from tercet.data.formats import chats
+    from tercet.data.spans import Template
+    from tercet.inference.protocol import ChatRequest, for_template
+    from tercet.inference.served import open_served
+
+    served = open_served(save_served(tmp_path / "m", TOOLS_TEMPLATE))
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"z": 1, "at": "sky"}'}}
+    talk = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "function", "name": "look", "content": "blue"},
+        {"role": "assistant", "content": "Because."},
+    ]
+    asked = ChatRequest.model_validate({"model": "m", "messages": talk[:-1]})
+    ids = served.chat_ids(*for_template(asked.messages, asked.tools))
+    trained: Chat = chats.read("messages", {"messages": talk}, {})
+    (document,) = Template("own", TOOLS_TEMPLATE, served.tokenizer).documents(trained)
+    assert ids[0] == served.tokenizer.bos_id  # which training puts in front of a document too
+    text = served.tokenizer.backend.decode(ids[1:], skip_special_tokens=False)
+    assert '{"name": "look", "arguments": {"z": 1, "at": "sky"}}' in text
+    assert document.text.startswith(text) and document.text[len(text) :].startswith("Because.")
+    quiet = served.chat_ids(*for_template(asked.messages, None), {"enable_thinking": False})
+    assert quiet[: len(ids)] == ids and len(quiet) > len(ids)

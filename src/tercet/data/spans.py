@@ -252,15 +252,15 @@ class Template:
         if self.pattern.search(whole) or mark in whole:
             mark = next((m for m in _MARKS if m not in whole), _MARKS[0])
             messages, tools = self._marked(messages, mark), self._marked(tools, mark)
-        made = []
-        for message in messages:
-            message = {k: v for k, v in message.items() if k != "weight"}
-            if "tool_calls" in message:
-                message["content"] = message["content"] or self._content_of_calls
-                if self._arguments_as_text:
-                    message["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
-            made.append(message)
+        made = [self.as_it_takes({k: v for k, v in message.items() if k != "weight"}) for message in messages]
         return mark, made, tools
+
+    def as_it_takes(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its calls as this template takes them."""
+        if "tool_calls" not in message:
+            return message
+        calls = [_as_text(call) for call in message["tool_calls"]] if self._arguments_as_text else message["tool_calls"]
+        return {**message, "content": message["content"] or self._content_of_calls, "tool_calls": calls}
 
     def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):

@@ -79,8 +79,10 @@ def render(
     special: Mapping[str, Any],
     tools: Sequence[Any] | None = None,
     opening: bool = True,
+    more: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of a chat, with `opening` up to where the answer begins. `special`: bos_token, … by name.
+    """Return the text of a chat, with `opening` up to where the answer begins. `special`: bos_token, … by name. `more`:
+    what else the template is told, such as enable_thinking.
 
     Raises InputError when the template refuses the messages.
     """
@@ -92,7 +94,7 @@ def render(
             tools=list(tools) if tools else None,
             chat_template=template,
             add_generation_prompt=opening,
-            **special,
+            **{**(more or {}), **special},
         )
     except Exception as error:  # the template is a program that came with the model, on messages of strangers
         raise InputError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from None

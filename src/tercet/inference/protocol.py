@@ -1,16 +1,57 @@
-"""What clients of OpenAI's protocol send, checked; unknown fields are left aside, as the protocol's own server does."""
+"""What clients of OpenAI's protocol send, checked. Fields that change an answer and are not built are refused; unknown
+ones are left aside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tercet.data.chat import UnusableRow, tools_of
+from tercet.data.formats.chats.messages import messages_of
 from tercet.inference.sampling import Sampling
 
 MOST_ANSWERS = 16
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+# Fields of OpenAI's protocol, and of servers like this one, that change an answer: with the values that do not.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ({}, ""),
+    "guided_regex": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+}
+
+
+# What a template is told by the request itself.
+TEMPLATES_OWN = frozenset(
+    (
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    )
+)
 
 
 class Refused(Exception):
@@ -50,6 +91,15 @@ class Request(BaseModel):
     def _null_is_absent(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _what_is_not_built(cls, value: Any) -> Any:
+        """Refuse what would change the answer and does not here; at its neutral value it says nothing."""
+        for name, seen in value.items() if isinstance(value, dict) else ():
+            if name in NOT_BUILT and seen is not None and seen not in NOT_BUILT[name]:
+                raise Refused(400, f"{name}: this server does not do that; seen: {str(seen)[:80]!r}", "not_built", name)
+        return value
+
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -73,14 +123,16 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message with its content as one text. Raises Refused for parts that are no text."""
-        content = self.content
-        if isinstance(content, list):
-            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
-                raise Refused(400, "only parts of type text are read", "unsupported_content", "messages")
-            content = "".join(part["text"] for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+def for_template(messages: list[Message], tools: list[Any] | None) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return (messages, tools) as training reads them from a row: names of roles, parts as one text, arguments of calls
+    as objects. Raises Refused for what cannot be read.
+    """
+    turns = [{**(m.model_extra or {}), "role": m.role, "content": m.content} for m in messages]
+    try:
+        return messages_of(turns, "messages"), tools_of(tools)
+    except UnusableRow as error:
+        raise Refused(400, error.detail, "unsupported_content", error.column) from None
 
 
 class ChatRequest(Request):
@@ -89,6 +141,15 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template_alone(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in value or ():
+            if name in TEMPLATES_OWN or name.endswith("_token"):
+                raise Refused(400, f"chat_template_kwargs may not say {name}", "invalid_value", "chat_template_kwargs")
+        return value
 
     @property
     def limit(self) -> int | None:

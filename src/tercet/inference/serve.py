@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tercet.errors import InputError
 from tercet.inference.engine import Delta, Engine, QueueFull
 from tercet.inference.openapi import description
-from tercet.inference.protocol import ChatRequest, CompletionRequest, Refused, Request, read_request
+from tercet.inference.protocol import ChatRequest, CompletionRequest, Refused, Request, for_template, read_request
 
 MOST_BODY_BYTES = 4 * 2**20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -126,7 +126,8 @@ class Server:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = await self._read(request, ChatRequest)
         self._take(asked.n)
-        ids = await asyncio.to_thread(self.served.chat_ids, [m.for_template() for m in asked.messages], asked.tools)
+        messages, tools = for_template(asked.messages, asked.tools)
+        ids = await asyncio.to_thread(self.served.chat_ids, messages, tools, asked.chat_template_kwargs)
         return await self._answer(request, asked, [ids], chat=True)
 
     async def _complete(self, request: HttpRequest) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from tercet.data.spans import Template
 from tercet.data.template import Messages, find_template, render, special_tokens
 from tercet.data.tokenizer import FILES, Tokenizer, load
 from tercet.errors import InputError
@@ -46,7 +47,9 @@ class Served:
         """Return a prompt's ids as a document begins: bos (where the model has one), then the text as text."""
         return self.tokenizer.prompt(text)
 
-    def chat_ids(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
+    def chat_ids(
+        self, messages: Messages, tools: Sequence[Any] | None = None, more: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the ids of a chat up to where the answer begins; control tokens in the template are control tokens.
 
         Raises InputError when the model has no template. A template that writes bos itself gets no second one.
@@ -56,10 +59,20 @@ class Served:
                 f"{self.name} has no chat template: it was trained to continue text, not to chat",
                 "Continue a text: tercet generate, or /v1/completions.",
             )
-        text = render(self.template, messages, special_tokens(self.tokenizer), tools)
+        if self._as_trained is not None:
+            messages = [self._as_trained.as_it_takes(dict(message)) for message in messages]
+        text = render(self.template, messages, special_tokens(self.tokenizer), tools, more=more)
         ids = self._chat_backend.encode(text, add_special_tokens=False).ids
         before = self.tokenizer.before.tolist()
         return ids if ids[: len(before)] == before else [*before, *ids]
+
+    @cached_property
+    def _as_trained(self) -> Template | None:
+        """The template as training reads it; None for one that nothing could be trained under."""
+        try:
+            return Template("the model's own", self.template or "", self.tokenizer)
+        except InputError:
+            return None
 
     @cached_property
     def _chat_backend(self) -> tokenizers.Tokenizer:
