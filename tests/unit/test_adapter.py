@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.cases.test_e20_names_and_layout_survive import random_tensors
 from tests.deepseek_tiny import tiny_deepseek
 from tests.tiny import tiny_model
 
@@ -22,7 +24,7 @@ from tercet.spec.families import preset
 from tercet.spec.model import Tensor
 from tercet.spec.recipe import build_recipe
 from tercet.spec.trained import trained_model, with_frozen
-from tercet.weights.reading import open_weights
+from tercet.weights.reading import load_model, open_weights
 from tercet.weights.writing import save_folder
 
 LORA = Adapter(rank=4, alpha=8.0)
@@ -197,3 +199,19 @@ def test_what_is_merged_has_the_papers_scale(tmp_path, rslora):
     torch.testing.assert_close(merged.rows(name, 5, 11), expected[5:11], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(merged)[name], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(merged.tensor(other), tensors[other])
+
+
+@pytest.mark.parametrize("table", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_table_that_peft_trained_apart_is_not_tied_in_silence(tmp_path, table):
+    """peft changes one of embedding and head and leaves the other; a model with one table for both cannot hold that."""
+    spec = tiny_model(tied=True)
+    save_folder(tmp_path / "base", spec, random_tensors(spec).items(), torch.float32)
+    peft.LoraConfig(
+        base_model_name_or_path=str(tmp_path / "base"), task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]
+    ).save_pretrained(tmp_path / "adapter")
+    save_file(
+        {f"base_model.model.{table}": torch.zeros(spec.vocabulary, spec.width)},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    with pytest.raises(InputError, match="one table for both"):
+        load_model(tmp_path / "adapter")

@@ -223,3 +223,16 @@ def test_generation_settings_and_template_are_kept(folder, tmp_path):
     assert load_model(out).spec.tensors() == load_model(folder).spec.tensors()
     assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_two_sets_of_weights_side_by_side_are_refused(folder):
+    shards = {"model.norm.weight": "model-00001-of-00001.safetensors"}
+    save_file({"model.norm.weight": torch.ones(3)}, folder / shards["model.norm.weight"])
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(InputError, match="two sets of weights"):
+        load_model(folder)
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")})
+    )
+    load_model(folder)  # an index of the one file says the same

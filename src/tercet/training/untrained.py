@@ -42,11 +42,12 @@ def untrained_marks(recipe: Recipe, spec: Model, prepared: Prepared) -> str | No
     if not named:
         return None
     modules = [name.removesuffix(".weight").rpartition(".")[2] for name in tables]
-    cure = (
-        f"adapter.modules_to_save=[{','.join(modules)}]"
-        if spec.frozen
-        else f"take {', '.join(modules)} out of train.freeze"
-    )
+    if not spec.frozen:
+        cure = f"take {', '.join(modules)} out of train.freeze"
+    elif spec.tied:  # spec/adapter.py says why
+        cure = "with the whole model (adapter=none), for an adapter cannot train an embedding that is the head too"
+    else:
+        cure = f"adapter.modules_to_save=[{','.join(modules)}]"
     return (
         f"the base model has never learned {', '.join(sorted(named))}, which the data holds: their rows in "
         f"{' and '.join(modules)} are near zero or all alike, and this run does not train them, so answers may not end. "

@@ -23,7 +23,7 @@ from tercet.spec.families.where import locate
 from tercet.spec.model import Model
 from tercet.spec.recipe import ModelSection
 from tercet.weights.safetensors_file import SafetensorsFile
-from tercet.weights.stored import Stored
+from tercet.weights.stored import EMBEDDING, HEAD, Stored
 from tercet.weights.writing import copy_tokenizer, save_tensors
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -157,6 +157,13 @@ class Merged:
                     raise InputError(f"{place}: {name} has shape {tuple(whole.shape)}, expected {shape}")
                 self._instead[name] = whole
                 unknown.discard(PREFIX + name)
+        if self.spec.tied and (tables := {EMBEDDING, HEAD} & {name.removeprefix(PREFIX) for name in read}):
+            raise InputError(
+                f"{place}: the adapter brings {' and '.join(sorted(tables))} whole, and its base ({base.files.where}) has one "
+                "table for both embedding and head; peft changes one of the two and leaves the other, which no such model "
+                "can hold",
+                "Save the base with a head of its own (tie_word_embeddings: false) and train or merge on that.",
+            )
         if unknown or not read:
             what = f"holds {listed(unknown)}, which its base has no place for" if unknown else "holds nothing"
             raise InputError(f"{place / WEIGHTS} {what}", "Is base_model_name_or_path the model it was trained on?")

@@ -92,7 +92,8 @@ def _check_places(entries: Iterable[Entry]) -> None:
 def tensor_files(folder: Path) -> dict[str, Path] | None:
     """Return tensor name -> file, by the index if there is one; None when the folder has no safetensors.
 
-    Raises InputError for an index that is damaged, names a file outside of the folder, or one that is missing.
+    Raises InputError for two sets of weights side by side, and for an index that is damaged, names a file outside of
+    the folder, or one that is missing.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -109,6 +110,12 @@ def tensor_files(folder: Path) -> dict[str, Path] | None:
     for file in sorted(set(names.values())):
         if Path(file).name != file or file in ("", ".", ".."):
             raise InputError(f"{index} names {file!r}, which is no file of its folder; it was not opened")
+    if SINGLE not in names.values() and (folder / SINGLE).is_file():
+        raise InputError(
+            f"{folder} holds two sets of weights: {SINGLE}, and the shards of {INDEX}; which is meant cannot be known "
+            f"(transformers would take {SINGLE})",
+            "Remove the one that is old: the index with its shards, or the single file.",
+        )
     if missing := sorted(file for file in set(names.values()) if not (folder / file).is_file()):
         raise InputError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
     return {name: folder / file for name, file in names.items()}
