@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -11,9 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tercet.cli import app
+from tercet.errors import InputError
 from tercet.planner.answer import choose, plan
 from tercet.planner.command import strategy_keys, train_command
 from tercet.planner.table import show
+from tercet.planner.ways import hint_for_train
 from tercet.spec.machine import machine_of
 from tercet.spec.recipe import StrategySection, load_recipe
 from tercet.spec.strategy import Strategy, Work, resolve
@@ -103,7 +106,7 @@ def test_nothing_but_the_command_is_wider_than_the_terminal(name, overrides, mac
     answer["train"] = train_command(name, overrides, answer)
     text = show(answer, width=width, details=details)
     lines = text.splitlines()
-    assert lines[0].startswith("FITS: ") and lines[-1] == answer["train"] in lines[2:5]
+    assert lines[0].startswith("FITS") and lines[-1] == answer["train"] in lines[2:5]
     long = [line for line in lines if len(line) > width and line != answer["train"]]
     assert not long
 
@@ -191,3 +194,40 @@ def test_what_is_not_built_is_not_called_too_large(key):
     assert first == "CANNOT RUN: first-light on 3x RTX 4090"
     assert key.partition("=")[0] in why and "not built yet" in why
     assert "smaller model" not in done.output
+
+
+@pytest.mark.parametrize("keys", [["data.train=nowhere.txt"], ["model.vocabulary=200"]])
+def test_what_train_would_refuse_is_said_by_the_plan(keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned = CliRunner().invoke(app, ["plan", "first-light", *keys, "--gpus", "1x4090", "--json"])
+    (why,) = json.loads(planned.stdout)["train_refuses"]
+    trained = CliRunner().invoke(app, ["train", "first-light", *keys, "--ranks", "1"])
+    assert isinstance(trained.exception, InputError) and trained.exception.message == why
+    assert json.loads(CliRunner().invoke(app, ["plan", "first-light", "--json"]).stdout)["train_refuses"] == []
+
+
+def test_train_is_offered_keys_that_it_takes_and_otherwise_the_machine_to_plan():
+    """An option of `tercet plan` is none of `tercet train`."""
+    for name, keys, machine in (
+        ("three-4090-deepseek-7b-full", ["data.sequence_tokens=4096"], {"gpus": "1x4090", "host_ram": "32GB"}),
+        ("first-light", ["data.sequence_tokens=400000"], {"gpus": "1x4090", "host_ram": "64GB"}),
+    ):
+        ways = plan(name, keys, **machine)["ways_out"]
+        assert ways
+        for way in ways:
+            said = way["for_train"]
+            on_another = any(way["options"].get(k) for k in ("host_ram", "gpus"))
+            assert on_another == said.startswith("on a machine with ") and on_another == ("--" in said), said
+            if not on_another:
+                taken = [word for word in said.split("(")[0].split() if "=" in word]
+                assert plan(name, [*keys, *taken], **machine)["strategies"], said
+
+
+def test_a_way_that_takes_longer_than_a_year_is_said_last():
+    ways = plan("deepseek-llm-67b", [], gpus="1x4090", host_ram="32GB")["ways_out"]
+    years = [1e9 / float(re.search(r"([\d ]+) tokens/s", w["says"])[1].replace(" ", "")) / (365 * 86400) for w in ways]
+    assert [year > 1 for year in years] == [way["slow"] for way in ways] == [False, True]
+    assert hint_for_train(ways).endswith("(a run of more than a year).")
+    assert "No way out within a year" in show(
+        {**plan("deepseek-llm-67b", [], gpus="1x4090"), "strategies": [], "ways_out": ways[1:]}
+    )

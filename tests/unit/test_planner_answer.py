@@ -97,7 +97,8 @@ def test_host_ram_is_a_need_when_unknown_and_a_limit_when_known():
     known = plan("llama-1.2b-32k", [], gpus="3x4090", host_ram="1GB")
     assert not known["strategies"]
     assert any("of host RAM" in w and w.endswith("short") for r in known["refused"] for w in r["why"])
-    assert "if the host has" in " ".join(show(unknown).split("\n\n")[0].split()) and "(not checked)" in show(unknown)
+    assert show(unknown).startswith("FITS if the host has ")
+    assert show(plan("llama-1.2b-32k", [], gpus="3x4090", host_ram="128GB")).startswith("FITS: ")
 
 
 def test_the_host_is_used_where_cards_are_too_small():

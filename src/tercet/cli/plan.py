@@ -36,7 +36,12 @@ def register(app: typer.Typer) -> None:
         host: Annotated[
             str | None, typer.Option(help='Processor, memory channels, drive: "7950X 2xDDR5-5600 nvme=7GB/s".')
         ] = None,
-        host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GB; default: this machine's.")] = None,
+        host_ram: Annotated[
+            str | None,
+            typer.Option(
+                help="Host memory, as 128GB; default: this machine's; with --gpus it is unknown and not checked."
+            ),
+        ] = None,
         links: Annotated[str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")] = None,
         power_limit: Annotated[str | None, typer.Option(help="Power limit of each card, as 300W.")] = None,
         p2p: Annotated[
@@ -130,6 +135,11 @@ def run(
         if name is None:
             raise InputError("plan needs a recipe or a model", "For example: tercet plan deepseek-llm-7b --gpus 3x4090")
         answer = plan(name, list(overrides), **machine)
+    answer["train_refuses"] = refused_by_train(name, list(overrides)) if name is not None else []
+    answer["notes"] = [
+        *(f"train refuses this as it stands: {why}" for why in answer["train_refuses"]),
+        *answer["notes"],
+    ]
     if length is not None:
         answer["run"] = length
         answer["assumed"] = [*answer["assumed"], *length["assumed"]]
@@ -172,6 +182,29 @@ def with_length(name: str, overrides: list[str]) -> tuple[list[str], dict[str, A
     if found is None:
         return overrides, None
     return [*overrides, f"train.steps={found['steps']}"], found
+
+
+def refused_by_train(name: str, overrides: list[str]) -> list[str]:
+    """Return why `tercet train` would not start with what lies here: data that is missing, a tokenizer without room.
+
+    Planning needs neither, so it goes on; data of the hub is not fetched to find out.
+    """
+    from tercet.data.hub import PREFIX
+    from tercet.planner.answer import is_recipe
+    from tercet.spec.recipe import load_recipe, with_place
+    from tercet.training.preflight import check_files, check_tokenizer
+
+    if not is_recipe(name):
+        return []
+    recipe, found = load_recipe(name, overrides), []
+    held = recipe.data.validation if isinstance(recipe.data.validation, list) else []
+    fetched = any(s.path.startswith(PREFIX) for s in (*recipe.data.train, *held))
+    for check in (check_tokenizer,) if fetched else (check_files, check_tokenizer):
+        try:
+            check(recipe)
+        except InputError as error:
+            found.append(with_place(error, name, overrides).message)
+    return found
 
 
 def length_of(recipe: Recipe) -> dict[str, Any] | None:

@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
             list[str], typer.Argument(metavar="RECIPE|MODEL [key=value]...", help="A recipe, preset or model folder.")
         ],
         gpus: Annotated[str, typer.Option(help="Cards, as 3x4090.")],
-        host_ram: Annotated[str | None, typer.Option(help="Host memory, as 128GiB.")] = None,
+        host_ram: Annotated[
+            str | None, typer.Option(help="Host memory, as 128GiB; without it, it is not checked.")
+        ] = None,
         links: Annotated[str | None, typer.Option(help="PCIe lanes of each card's slot, as x16,x8,x4.")] = None,
         output: Annotated[
             str | None,

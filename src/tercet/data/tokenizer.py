@@ -184,13 +184,8 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------- training
 
 
-def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> Tokenizer:
-    """Return a byte-level BPE tokenizer of at most `vocabulary` ids, trained on `texts`.
-
-    `marks`: further control tokens. It knows every byte, so every text can be written. The same texts in the same order give the same
-    tokenizer. A small text may have fewer pairs to merge than the vocabulary has room for. Raises
-    InputError when the vocabulary has no room for the 256 bytes and three control tokens.
-    """
+def require_room(vocabulary: int, marks: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return (control tokens, alphabet) of a tokenizer trained here. Raises InputError where the ids do not do for them."""
     specials = list(dict.fromkeys([BOS, EOS, PAD, *marks]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocabulary < (least := len(alphabet) + len(specials)):
@@ -198,6 +193,17 @@ def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> T
             f"model.vocabulary is {vocabulary}; a tokenizer trained here needs at least {least}",
             f"{len(alphabet)} for the bytes and {len(specials)} control tokens.",
         )
+    return specials, alphabet
+
+
+def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of at most `vocabulary` ids, trained on `texts`.
+
+    `marks`: further control tokens. It knows every byte, so every text can be written. The same texts in the same order give the same
+    tokenizer. A small text may have fewer pairs to merge than the vocabulary has room for. Raises
+    InputError when the vocabulary has no room for the 256 bytes and three control tokens.
+    """
+    specials, alphabet = require_room(vocabulary, marks)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

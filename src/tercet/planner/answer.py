@@ -22,7 +22,7 @@ from tercet.planner.longest import longest_sequence
 from tercet.planner.notes import notes
 from tercet.planner.ranges import spread, within
 from tercet.planner.search import Candidate, Refusal, Search, moments_of
-from tercet.planner.ways import WaysOut, shortage, way_for
+from tercet.planner.ways import WaysOut, hint_for_train, offered, shortage, way_for
 from tercet.planner.what_if import what_if as other_values
 from tercet.spec.adapter import with_adapter
 from tercet.spec.counts import Counts
@@ -147,8 +147,7 @@ def choose(recipe: Recipe, machine: Machine, ranks: int) -> tuple[Strategy, dict
     answer = answer_for(recipe, machine.with_ranks(ranks), deepspeed=find_spec("deepspeed") is not None)
     if not answer["strategies"]:
         why = [f"{r['name']}: {w}" if r["name"] else w for r in answer["refused"][:4] for w in r["why"]]
-        ways = [way["says"] for way in answer["ways_out"]]
-        raise NotLegalError(why or ["no strategy is legal"], f"It fits with {'; or '.join(ways)}." if ways else None)
+        raise NotLegalError(why or ["no strategy is legal"], hint_for_train(answer["ways_out"]))
     first = answer["strategies"][0]
     rest = {k: v for k, v in answer.items() if k not in ("strategies", "refused")}
     return Strategy(**first["strategy"]), {**rest, **first, "ranks": ranks}
@@ -258,7 +257,7 @@ def answer_for(
         ways = [r["way_out"] for r in refused[:1]]
     elif found and not strategies:
         quantised = _quantised(base) if ahead and model == base else None
-        ways = [way.to_json() for way in WaysOut(search, section, ranks).all(quantised)]
+        ways = offered(WaysOut(search, section, ranks).all(quantised), _tokens_of(recipe))
     if missing:
         refused = [_asked_for(search, recipe, ranks, missing)]
     return {
@@ -287,6 +286,12 @@ def answer_for(
         "ways_out": ways,
         "error_bars": error_bars(machine),
     }
+
+
+def _tokens_of(recipe: Recipe) -> float:
+    """Return the tokens of the recipe's steps, or the billion that costs are told for where it names no steps."""
+    work, steps = Work.of(recipe), recipe.train.steps
+    return 1e9 if steps is None else float(steps * work.sequence_tokens * work.batch_sequences)
 
 
 def _quantised(base: Model) -> Counts | None:

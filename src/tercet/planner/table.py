@@ -91,7 +91,8 @@ def verdict(answer: dict[str, Any], width: int) -> str:
     best = answer["strategies"][0]
     chance = best["out_of_memory_chance"]
     barely = chance is not None and best["card_bytes"] > (best["usable_bytes"] or 0)
-    lines = [f"FITS{', BARELY' if barely else ''}: {what}", figures(best, answer)]
+    needs = f" if the host has {gib(best['host_bytes'])} GiB of RAM" if not answer["machine"]["host_bytes"] else ""
+    lines = [f"FITS{', BARELY' if barely else ''}{needs}: {what}", figures(best, answer)]
     return "\n".join([*(wrapped(line, width) for line in lines), answer.get("train") or ""]).rstrip()
 
 
@@ -100,7 +101,8 @@ def ways_out(answer: dict[str, Any]) -> list[str]:
     ways = [way["says"] for way in answer["ways_out"]]
     if not ways:
         return ["No way out on such cards: take a smaller model"] if answer["refused"] else []
-    return [f"Way out: {ways[0]}", *(f"or: {way}" for way in ways[1:])]
+    lines = [f"Way out: {ways[0]}", *(f"or: {way}" for way in ways[1:])]
+    return ["No way out within a year: take a smaller model", *lines] if answer["ways_out"][0].get("slow") else lines
 
 
 def place(answer: dict[str, Any]) -> str:
@@ -124,8 +126,6 @@ def figures(best: dict[str, Any], answer: dict[str, Any]) -> str:
     if "total_seconds" in best:
         length = answer.get("run", {}).get("says") or best["for"].replace("a billion", "1 B")
         words.append(f"{length}: {show_seconds(best['total_seconds'])}")
-    if not machine["host_bytes"]:
-        words.append(f"if the host has {gib(best['host_bytes'])} GiB (not checked)")
     return ", ".join(words)
 
 

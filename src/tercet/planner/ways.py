@@ -6,7 +6,7 @@ been run with it (tests/unit/test_planner_limits.py applies them again).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -22,6 +22,13 @@ GIB = 2**30
 HOST_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # what boards are filled with
 CARDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHORTEST_TOKENS = 256
+YEAR_SECONDS = 365 * 86400
+TRIAL_TOKENS = 1e8  # a run of a few steps is a trial of one that teaches a model something
+AS_KEY = {  # options of `tercet plan` that a recipe has a key for
+    "sequence": "data.sequence_tokens={}",
+    "batch": "train.batch_sequences={}",
+    "method": "adapter.kind=lora adapter.quantize=nf4",
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,49 @@ class Way:
         rate = ", " + f"{speed:,.0f} tokens/s".replace(",", " ") if speed else ""
         return f"{self.words} ({self.found.strategy.word}{rate})"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"keys": list(self.keys), "options": self.options, "says": self.says}
+    @property
+    def for_train(self) -> str:
+        """What it says to somebody who trains: recipe keys, or what the machine would need and how that is planned."""
+        keys = [*self.keys, *(AS_KEY[k].format(v) for k, v in self.options.items() if k in AS_KEY and v is not None)]
+        if not self.needs_machine:
+            return replace(self, keys=tuple(keys), options={}).says
+        host, cards = self.options.get("host_ram"), self.options.get("gpus")
+        needed = " and ".join([*([f"{host} of host RAM"] if host else []), *([str(cards)] if cards else [])])
+        return f"on a machine with {needed}: tercet plan … {self.says}"
+
+    @property
+    def needs_machine(self) -> bool:
+        return any(self.options.get(k) is not None for k in ("host_ram", "gpus"))
+
+    def slow(self, tokens: float) -> bool:
+        """Whether a run of so many tokens would take longer than anybody waits; false where the speed is unknown."""
+        speed = self.found.tokens_per_second if self.found is not None else None
+        return bool(speed) and max(tokens, TRIAL_TOKENS) / speed > YEAR_SECONDS
+
+    def to_json(self, tokens: float = 0.0) -> dict[str, Any]:
+        return {
+            "keys": list(self.keys),
+            "options": self.options,
+            "says": self.says,
+            "for_train": self.for_train,
+            "slow": self.slow(tokens),
+        }
+
+
+def offered(ways: Sequence[Way], tokens: float) -> list[dict[str, Any]]:
+    """Return the ways as an answer holds them; behind the others those in which a run of `tokens` takes over a year."""
+    return [way.to_json(tokens) for way in sorted(ways, key=lambda way: way.slow(tokens))]
+
+
+def hint_for_train(ways: Sequence[dict[str, Any]]) -> str | None:
+    """Return the ways as `tercet train` offers them: recipe keys first, then other machines; slow ones last."""
+    if not ways:
+        return None
+    order = sorted(ways, key=lambda way: (way["slow"], way["for_train"].startswith("on a machine")))
+    said = "; or ".join(way["for_train"] + (" (a run of more than a year)" if way["slow"] else "") for way in order)
+    if order[0]["slow"] or order[0]["for_train"].startswith("on a machine"):
+        return f"Take a smaller model (tercet list presets). It would fit {said if said.startswith('on') else f'with {said}'}."
+    return f"It fits with {said}."
 
 
 def _quoted(value: Any) -> str:
