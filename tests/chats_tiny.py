@@ -9,11 +9,11 @@ from typing import Any
 
 from tercet.data import tokenizer
 from tercet.data.chat import Chat
+from tercet.data.control import templates
 from tercet.data.masks import Masked, Masker
 from tercet.data.prepare import Prepared
 from tercet.data.shards import Palette
 from tercet.data.spans import Template
-from tercet.data.template import named
 from tercet.data.tokenizer import Tokenizer
 from tests.texts import made, sentence
 
@@ -37,8 +37,8 @@ def folder(place: Path, bos: bool = False) -> str:
 
 
 def template(name: str = "chatml", train_on: str = "assistant", bos: bool = False) -> Template:
-    source = named()[name].read_text(encoding="utf-8").partition("\n")[2] if name in named() else name
-    return Template(name if name in named() else "own", source, words(bos), train_on)
+    source = templates()[name].read_text(encoding="utf-8").partition("\n")[2] if name in templates() else name
+    return Template(name if name in templates() else "own", source, words(bos), train_on)
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:

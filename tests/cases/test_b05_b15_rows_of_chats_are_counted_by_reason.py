@@ -124,12 +124,13 @@ def test_the_loader_trains_what_is_marked_on_any_ranks(tmp_path):
 
 def test_the_tokenizer_that_is_kept_renders_as_training_did(tmp_path):
     """B16, B23: another template is another key; the saved tokenizer has exactly the one that was used."""
-    from tercet.data.template import find_template, named
+    from tercet.data.control import templates
+    from tercet.data.template import find_template
 
     one, two = (prepared(tmp_path, [chat(1)], template=t) for t in ("chatml", "qwen3"))
     three = prepared(tmp_path, [chat(1)], train_on="all")
     assert len({one.key, two.key, three.key}) == 3
-    assert find_template(two.tokenizer_folder) == named()["qwen3"].read_text(encoding="utf-8").partition("\n")[2]
+    assert find_template(two.tokenizer_folder) == templates()["qwen3"].read_text(encoding="utf-8").partition("\n")[2]
     again = prepared(tmp_path, [chat(1)], tokenizer=str(two.tokenizer_folder), template=None)
     assert again.report["chats"]["template"] == "the tokenizer's own"
 
@@ -191,3 +192,31 @@ def test_b03_texts_too(tmp_path):
         said = report["long_rows"]
         assert said[rule]["trained_tokens_left_out"] - said["split"]["trained_tokens_left_out"] == gone
         assert said[rule]["rows_dropped"] == report["rows"]["dropped"] and said["rows"] == 2
+
+
+@pytest.mark.parametrize("first", ["{# <turn> </turn> -#}\n", ""])
+def test_tokens_of_a_template_of_ones_own_become_tokens(tmp_path, first):
+    """Those that its first line lists, else those that look like control tokens."""
+    from tercet.data.tokenizer import load
+    from tests.chats_tiny import write
+    from tests.texts import made
+
+    begin, end = ("<turn>", "</turn>") if first else ("<|turn|>", "<|over|>")
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        first
+        + "{% for m in messages %}"
+        + begin
+        + "{{ m.role }} {{ m.content }}"
+        + end
+        + "{% endfor %}{% if add_generation_prompt %}"
+        + begin
+        + "assistant {% endif %}"
+    )
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns(sentence(n), sentence(n + 50))} for n in range(30)])
+    found = made(tmp_path, path, template=str(own), sequence_tokens=256, vocabulary=340)
+    words = load(found.tokenizer_folder / "tokenizer.json")
+    assert (
+        found.stop_ids == (words.eos_id, words.backend.token_to_id(end))
+        and words.backend.token_to_id(begin) is not None
+    )

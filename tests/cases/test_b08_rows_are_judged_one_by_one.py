@@ -60,4 +60,4 @@ def test_chats_under_a_tokenizer_without_a_template_name_the_way_out(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[3]])
     with pytest.raises(InputError, match="brings no chat template") as error:
         made(tmp_path, path)
-    assert "data.template: chatml" in str(error.value.hint)
+    assert "data.template=NAME: chatml" in str(error.value.hint)

@@ -99,6 +99,13 @@ def test_chat_streamed_and_whole_are_one_text(running):
     scored = whole.choices[0].logprobs.content
     assert len(scored) == whole.usage.completion_tokens
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in scored)
+    ends = running.served.tokenizer.backend.id_to_token(running.served.tokenizer.eos_id).encode()
+    assert (
+        b"".join(bytes(entry.bytes) for entry in scored)
+        .removesuffix(ends)
+        .decode(errors="ignore")
+        .startswith(text.strip("\ufffd"))
+    )
     stream = running.client.chat.completions.create(
         model="tiny", messages=TALK, max_tokens=20, temperature=0, stream=True, stream_options={"include_usage": True}
     )
@@ -110,6 +117,21 @@ def test_chat_streamed_and_whole_are_one_text(running):
     cut = running.client.chat.completions.create(model="tiny", messages=TALK, max_tokens=20, temperature=0, stop=[stop])
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
+
+
+def test_tokens_of_a_completion_have_their_places_and_names_of_their_own(running):
+    """Alternatives that are parts of characters would all be spelled with one and the same sign."""
+    ask = {"model": "tiny", "prompt": "the for 模型", "max_tokens": 12, "temperature": 0, "logprobs": 20}
+    (choice,) = running.client.completions.create(**ask).choices
+    found = choice.logprobs
+    assert [len(best) for best in found.top_logprobs] == [20] * len(found.tokens)
+    said, places = b"", []
+    for token in found.tokens:
+        places.append(len(said.decode(errors="ignore")))
+        said += bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
+    assert places == found.text_offset and said.decode(errors="replace").startswith(choice.text.rstrip("\ufffd"))
+    streamed = running.client.completions.create(**ask, stream=True)
+    assert [at for part in streamed for at in part.choices[0].logprobs.text_offset] == found.text_offset
 
 
 def test_n_and_seeds(running):

@@ -116,6 +116,8 @@ def test_the_mapping_reads_what_a_question_is_about_and_what_came_before(tmp_pat
         ({"id": 7, "query": "Why?", "response": "Because."}, "{prompt: query, completion: response}"),
         ({"talk": [{"speaker": "user", "utterance": "Why?"}, {"speaker": "bot", "utterance": "Because."}]},
          "{messages: talk, role: speaker, content: utterance}"),
+        ({"talk": [{"who": "user", "at": "9:00", "says": "Why?"}, {"who": "bot", "at": "9:01", "says": "Because."}]},
+         "{messages: talk, role: who, content: says}"),
         ({"instruction": "Why?", "answer": "Because.", "history": []}, "{instruction: instruction, output: answer}"),
     ],
 )  # fmt: skip
@@ -258,3 +260,32 @@ def test_a_parquet_file_with_damaged_names_is_named(tmp_path):
     (file,) = find(SourceSection(path=str(path)), "data.train.0").files
     with pytest.raises(InputError, match=r"rows\.parquet"):
         list(file.read(Reading()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (None, {}),
+        ("null", {}),
+        (" ", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ('{"a": ', None),
+        ([1], None),
+        ("sunny", None),
+    ],
+)
+def test_arguments_of_a_call_are_an_object_or_the_row_is_refused(tmp_path, arguments, wanted):
+    """A template would write a broken text into the call, and the model would learn broken calls."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    (row,) = read(write(tmp_path / "f.jsonl", [{"messages": [ASKED, call]}]))
+    if wanted is None:
+        assert isinstance(row, Fault) and "a call of turn 2 are no JSON object" in row.detail
+    else:
+        assert messages(row)[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": wanted}
+
+
+def test_a_call_of_nothing_but_nulls_is_none(tmp_path):
+    """As a table has it in the turns without a call, when one of its turns has one."""
+    nulls = {**SAID, "function_call": {"name": None, "arguments": None}}
+    assert [messages(r) for r in read(write(tmp_path / "f.jsonl", [{"messages": [ASKED, nulls]}]))] == [[ASKED, SAID]]

@@ -9,9 +9,9 @@ import pytest
 from tests.chats_tiny import folder, masked, shown, template, turns, words
 
 from tercet.data.chat import Chat
+from tercet.data.control import templates
 from tercet.data.masks import fit
 from tercet.data.spans import Template, TemplateRefusal
-from tercet.data.template import named
 from tercet.errors import InputError
 
 CHATML_ANSWER = "<|im_start|>assistant\n"
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_reads_across_control_tokens_is_taken_whole():
     specials = ["<unk>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
     backend.train_from_iterator([json.dumps(turns("Hi", "Hello there."))], trainers.BpeTrainer(special_tokens=specials))
     own = Tokenizer(backend, 1, None, 2)
-    made = Template("chatml", named()["chatml"].read_text(encoding="utf-8").partition("\n")[2], own)
+    made = Template("chatml", templates()["chatml"].read_text(encoding="utf-8").partition("\n")[2], own)
     found = masked(made, turns("Hi", "Hello there."))[0]
     wanted = tokenizers.Tokenizer.from_str(backend.to_str())
     wanted.encode_special_tokens = False

@@ -4,6 +4,7 @@ alike.
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -174,3 +175,17 @@ def test_the_models_own_tokenizer(trained, tmp_path):
     data = section(tmp_path, path, tokenizer="model")
     prepared = prepare(data, vocabulary=None, model_tokenizer=tmp_path / "model", seed=0)
     assert prepared.vocabulary == 400
+
+
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(trained, tmp_path):
+    """Also where a token is a part of a character, of bytes trained here and of SentencePiece's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=330, model_type="bpe", byte_fallback=True,
+        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity", minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    for words in (trained, tokenizer.load(tmp_path)):
+        for text in ("plain words", "ünknown ☃ 中文 🙂", "a\tb\n"):
+            assert b"".join(map(words.bytes_of, words.encode([text])[0].tolist())) == text.encode()
+        assert words.bytes_of(words.eos_id).decode() == words.backend.id_to_token(words.eos_id)

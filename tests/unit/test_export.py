@@ -257,3 +257,28 @@ def test_what_the_format_cannot_hold_is_refused_by_name(tmp_path):
     (tmp_path / "there").write_text("x")
     with pytest.raises(InputError, match="there exists"):
         run(source, "--output", tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"do_sample": False, "temperature": 0.7}, "PARAMETER temperature 0\n"),
+        ({"temperature": 0.7}, "PARAMETER temperature 0.7\n"),
+    ],
+)
+def test_ollama_is_greedy_where_the_model_is(settings, line, tmp_path):
+    """Ollama draws at its own temperature unless the file names one."""
+    source = save_served(tmp_path / "m", template=CHATML)
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    run(source, "--format", "ollama", "--output", tmp_path / "out")
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    assert line in text and text.count("temperature") == 1
+
+
+def test_ollama_without_tools_is_said_where_the_template_has_them(tmp_path):
+    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    for n, (template, said) in enumerate(((with_tools, True), (CHATML, False))):
+        done = run(
+            save_served(tmp_path / f"m{n}", template=template), "--format", "ollama", "--output", tmp_path / f"o{n}"
+        )
+        assert ("requests with tools" in done.stderr) == said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import yaml
 
@@ -77,6 +79,16 @@ def test_words_expand_before_overrides_apply():
     assert recipe.data.validation == 0.1
     assert recipe.optim.clip == "none"
     assert build("strategy=single").strategy.data == 1
+
+
+def test_a_list_and_its_parts_mean_the_same_in_either_order():
+    """A part that was given first would be lost when the list takes its place."""
+    parts = ["data.train.0.map={text: body}", "data.train.0.weight=2", "data.train=[{path: a.jsonl}, b.txt]"]
+    for order in permutations(parts):
+        assert [(s.path, s.weight, s.map) for s in build(*order).data.train] == [
+            ("a.jsonl", 2.0, {"text": "body"}),
+            ("b.txt", None, {}),
+        ]
 
 
 def test_the_resolved_recipe_reads_back_as_itself():

@@ -144,10 +144,12 @@ def calls_of(value: Any, what: str, column: str) -> list[dict[str, Any]]:
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise UnusableRow(WRONG_TYPE, f"{what} is no tool call: {{name, arguments}} was expected", column)
         arguments = decoded(inner.get("arguments", inner.get("parameters")))
-        made = {
-            "type": "function",
-            "function": {"name": inner["name"], "arguments": {} if arguments is None else arguments},
-        }
+        if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+            arguments = {}
+        if not isinstance(arguments, dict):
+            said = f"{str(arguments)[:60]!r}"
+            raise UnusableRow(WRONG_TYPE, f"the arguments of {what} are no JSON object: {said}", column)
+        made = {"type": "function", "function": {"name": inner["name"], "arguments": arguments}}
         found.append({**({"id": call["id"]} if isinstance(call.get("id"), str) else {}), **made})
     return found
 

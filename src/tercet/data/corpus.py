@@ -7,6 +7,7 @@ the text, and a mark that says where the row goes; the texts themselves are read
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.data.chat import Chat
+from tercet.data.chat import MISSING, Chat
 from tercet.data.rows import Fault, Row
 from tercet.data.sources import File, Source, paths_of
 from tercet.data.tokenize import TextPiece
@@ -224,6 +225,17 @@ def note(
     digest.append(int.from_bytes(hashlib.blake2b(row.text.encode(), digest_size=8).digest(), "little"))
 
 
+def _by_name(reasons: Counter[str], faults: list[str]) -> str:
+    """Return the end of a hint: how columns are named, where one is missing."""
+    if MISSING not in reasons:
+        return "."
+    found = next((m[1] for f in faults if (m := re.search(rf"map: (\{{.*?\}}) {_CURE}", f))), "{text: …}")
+    return (
+        f", or name their columns with data.train: [{{path: …, map: {found}}}], or on the command line "
+        f"'data.train.0.map={found}' (0: the first source)."
+    )
+
+
 def stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train: Sequence[Source]) -> None:
     """Raise InputError for faults where bad rows stop, and NothingLeft where no row is left."""
     total = sum(sum(f.dropped.values()) for f in findings.values())
@@ -235,9 +247,7 @@ def stop(findings: dict[str, Findings], faults: list[str], bad_rows: str, train:
             "\n".join([f"{total} of {rows} rows cannot be used ({counted(reasons)}):", *faults, *more]),
             "Mend them, or set data.bad_rows=skip to leave them out."
             if all(f.kept or not f.rows for f in findings.values())
-            else "No row would be left without them, so skipping is no way: mend the rows, or name their columns "
-            "with data.train: [{path: …, map: {text: …}}], or on the command line 'data.train.0.map={text: …}' (0: the "
-            "first source).",
+            else "No row would be left without them, so skipping is no way: mend the rows" + _by_name(reasons, faults),
         )
     own = findings["train"]
     if own.kept == 0:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from tercet.data import cache, corpus, figures, long, tokenizer
+from tercet.data.control import tokens_of
 from tercet.data.corpus import TRAIN
 from tercet.data.encoding import Encoding, Meter, Progress
 from tercet.data.kept import RunData, changes, described, judge
@@ -20,7 +21,7 @@ from tercet.data.shards import Rows
 from tercet.data.sources import Source, content_hashes, find_all
 from tercet.data.spans import Template
 from tercet.data.stream import PART_BYTES, Builder, StreamMix, cut_all
-from tercet.data.template import find_template, named, source_of, tokens_of
+from tercet.data.template import find_template, source_of
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 from tercet.spec.recipe import DataSection
@@ -263,7 +264,7 @@ def _build(
         assert vocabulary is not None
         say(f"training a tokenizer of at most {vocabulary} ids")
         meter = Meter(progress, checked.findings["train"].characters, "train tokenizer")
-        marks = tokens_of(data.template) if data.template in named() else ()
+        marks = tokens_of(data.template) if chats else ()
         words = tokenizer.train(meter.through(checked.words(TRAIN)), vocabulary, marks)
     else:
         words = load()

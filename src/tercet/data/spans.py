@@ -16,7 +16,8 @@ from typing import Any
 import orjson
 
 from tercet.data.chat import Chat
-from tercet.data.template import Messages, named, render, special_tokens, tokens_of
+from tercet.data.control import LIKE_A_TOKEN, tokens_of
+from tercet.data.template import Messages, render, special_tokens
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError
 
@@ -78,8 +79,8 @@ class Template:
 
     def _check_tokens(self) -> None:
         """Raise InputError when what looks like a control token of the template is no token."""
-        written = self.source + (" ".join(tokens_of(self.name)) if self.name in named() else "")
-        for token in dict.fromkeys(re.findall(r"<[|｜][^\s|｜<>'\"]+[|｜]>", written)):
+        written = " ".join([self.source, *tokens_of(self.name)])
+        for token in dict.fromkeys(LIKE_A_TOKEN.findall(written)):
             if token in self._probe and self.tokenizer.backend.token_to_id(token) is None:
                 raise InputError(
                     f"the template ({self.name}) writes {token}, which is no token of the tokenizer: it would be read as "
@@ -99,7 +100,8 @@ class Template:
             raise InputError(
                 f"the template ({self.name}) puts no control token behind an answer: the model could never learn to stop",
                 f"It renders a question U and an answer A as {self._probe.replace(chr(0xFDD0), '')!r}. "
-                "Take another with data.template.",
+                "Take another with data.template; with data.tokenizer: train, a .jinja file lists its control tokens in its "
+                "first line: {# <turn> </turn> -#}.",
             )
         return self.control[found.group()]
 

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tercet.data.control import templates
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import InputError, nearest
 from tercet.spec.families import read_json_object
 from tercet.spec.families.gguf import reader
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-def named() -> dict[str, Path]:
-    """Return name -> file of the templates that come with the package."""
-    folder = Path(str(resources.files("tercet.data") / "templates"))
-    return {p.stem: p for p in sorted(folder.glob("*.jinja"))}
-
-
-def tokens_of(name: str) -> list[str]:
-    """Return the control tokens that a template of ours writes, as its first line lists them."""
-    first = named()[name].read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("{#").removesuffix("-#}").split()
 
 
 def source_of(setting: str | None, folder: Path) -> tuple[str, str]:
@@ -37,18 +25,18 @@ def source_of(setting: str | None, folder: Path) -> tuple[str, str]:
         if found is None:
             raise InputError(
                 "the data holds chats, but the tokenizer brings no chat template",
-                f"Name one with data.template=NAME: {', '.join(named())}, or a .jinja file; plain writes the texts as they are.",
+                f"Name one with data.template=NAME: {', '.join(templates())}, or a .jinja file; plain writes the texts as they are.",
             )
         return "the tokenizer's own", found
-    if setting in named():
-        text = named()[setting].read_text(encoding="utf-8")
+    if setting in templates():
+        text = templates()[setting].read_text(encoding="utf-8")
         return setting, text.partition("\n")[2]
     path = Path(setting).expanduser()
     if path.is_file():
         return str(path), path.read_text(encoding="utf-8")
     raise InputError(
-        f"data.template: {setting!r} is no template{nearest(setting, named())}",
-        f"Known: {', '.join(named())}; or give a .jinja file.",
+        f"data.template: {setting!r} is no template{nearest(setting, templates())}",
+        f"Known: {', '.join(templates())}; or give a .jinja file.",
     )
 
 

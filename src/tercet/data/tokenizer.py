@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +22,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tercet.data import hub
-from tercet.data.words import Words, token_bytes, unit_pattern
+from tercet.data.control import BOS, EOS, PAD, require_room
+from tercet.data.words import Words, is_byte_level, token_bytes, unit_pattern
 from tercet.errors import InputError
 from tercet.spec.families import read_json_object
 
-BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 # Files of a tokenizer folder that decide tokens; a model folder holds much else.
 FILES = (
     "tokenizer.json",
@@ -159,6 +160,31 @@ class Tokenizer:
         """Return the text of ids, control tokens spelled out."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of text that an id stands for, which need be no whole character; a control token's spelling."""
+        if (control := self._added.get(token_id)) is not None:
+            return control.encode()
+        spelled = self.backend.id_to_token(token_id) or ""
+        if self._byte_of is not None:
+            return bytes(self._byte_of[c] for c in spelled)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", spelled):  # SentencePiece's way to write what has no piece
+            return bytes.fromhex(byte[1])
+        return spelled.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int] | None:
+        """The byte of each character of a spelling, as GPT-2's tokenizer fixed it: printable bytes stand for themselves,
+        the others for the characters from U+0100 on; None for a tokenizer whose spellings are text."""
+        if not is_byte_level(self.backend):
+            return None
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [b for b in range(256) if b not in printable]
+        return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,18 +210,6 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------- training
 
 
-def require_room(vocabulary: int, marks: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return (control tokens, alphabet) of a tokenizer trained here. Raises InputError where the ids do not do for them."""
-    specials = list(dict.fromkeys([BOS, EOS, PAD, *marks]))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocabulary < (least := len(alphabet) + len(specials)):
-        raise InputError(
-            f"model.vocabulary is {vocabulary}; a tokenizer trained here needs at least {least}",
-            f"{len(alphabet)} for the bytes and {len(specials)} control tokens.",
-        )
-    return specials, alphabet
-
-
 def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> Tokenizer:
     """Return a byte-level BPE tokenizer of at most `vocabulary` ids, trained on `texts`.
 
@@ -203,7 +217,7 @@ def train(texts: Iterator[str], vocabulary: int, marks: Sequence[str] = ()) -> T
     tokenizer. A small text may have fewer pairs to merge than the vocabulary has room for. Raises
     InputError when the vocabulary has no room for the 256 bytes and three control tokens.
     """
-    specials, alphabet = require_room(vocabulary, marks)
+    specials, alphabet = require_room(vocabulary, marks), sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -71,8 +71,7 @@ def token_bytes(backend: tokenizers.Tokenizer, normalized: bool = False) -> np.n
 
     `normalized`: of text as the tokenizer's normalizer leaves it.
     """
-    byte_level = any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer))
-    if not byte_level or (_steps(backend.normalizer) and not normalized):
+    if not is_byte_level(backend) or (_steps(backend.normalizer) and not normalized):
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = np.zeros(max(vocabulary.values()) + 1, np.int64)
@@ -80,6 +79,11 @@ def token_bytes(backend: tokenizers.Tokenizer, normalized: bool = False) -> np.n
     for index, token in backend.get_added_tokens_decoder().items():
         table[index] = len(token.content.encode())
     return table
+
+
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether a token's spelling has one character a byte of the text."""
+    return any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer))
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,10 @@ def export_ollama(source: str, output: Path, dtype: str | None, say: Say, merge:
     wrapping = None if template is None else find_wrapping(_plain(template, tokenizer))
     if wrapping is None:
         say("no chat template: the Modelfile makes a model that continues texts")
+    elif template is not None and re.search(r"\btools\b", template):
+        say(
+            "tools: a Modelfile wraps messages alone, so Ollama refuses requests with tools; serve the GGUF file with llama.cpp"
+        )
     spell = tokenizer.backend.id_to_token
     settings, ends = generation_settings(base_of(place), tokenizer.eos_id)
     text = modelfile(wrapping, [stop for i in ends if (stop := spell(i))], settings, spec.context_tokens, GGUF_NAME)

@@ -140,6 +140,8 @@ def modelfile(
             lines.append(f'SYSTEM """{wrapping.system}"""')
     lines += [f"PARAMETER stop {_quoted(stop)}" for stop in stops]
     lines.append(f"PARAMETER num_ctx {context_tokens}")
+    if settings.get("do_sample") is False:  # Ollama draws at 0.8 unless it is told
+        settings = {"temperature": 0}
     for ours, theirs in PARAMETERS.items():
         if isinstance(value := settings.get(ours), int | float) and not isinstance(value, bool):
             lines.append(f"PARAMETER {theirs} {value:g}")

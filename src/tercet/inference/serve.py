@@ -207,6 +207,7 @@ class Reply:
         word = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{word}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._prompt_tokens, self._tokens = prompt_tokens, 0
+        self._bytes: dict[int, bytearray] = {}  # what each choice's tokens have said so far
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Delta]]) -> dict[str, Any]:
         texts: dict[int, list[Delta]] = {}
@@ -218,7 +219,9 @@ class Reply:
             self._tokens += len(tokens)
             text = "".join(p.text for p in found)
             own = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": n, **own, "logprobs": self._logprobs(tokens), "finish_reason": found[-1].finish})
+            choices.append(
+                {"index": n, **own, "logprobs": self._logprobs(n, tokens), "finish_reason": found[-1].finish}
+            )
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self, first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[str]:
@@ -240,7 +243,7 @@ class Reply:
         if self._chat:
             own = {"delta": {**({} if n in begun else {"role": "assistant"}), "content": piece.text}}
         begun.add(n)
-        choice = {"index": n, **own, "logprobs": self._logprobs(tokens), "finish_reason": piece.finish}
+        choice = {"index": n, **own, "logprobs": self._logprobs(n, tokens), "finish_reason": piece.finish}
         return _data({**self._head, "object": self._chunk, "choices": [choice]})
 
     def _usage(self) -> dict[str, int]:
@@ -250,26 +253,40 @@ class Reply:
             "total_tokens": self._prompt_tokens + self._tokens,
         }
 
-    def _logprobs(self, pieces: list[Delta]) -> dict[str, Any] | None:
+    def _logprobs(self, n: int, pieces: list[Delta]) -> dict[str, Any] | None:
+        """Return the log probabilities of choice `n`'s next tokens. A part of a character is spelled bytes:\\xe2."""
         if self._asked.best < 0:
             return None
-        spell = lambda i: self._served.tokenizer.decode([i])  # noqa: E731
         if self._chat:
-            return {"content": [self._entry(p, spell) for p in pieces]}
+            return {"content": [self._entry(p) for p in pieces]}
+        before = self._bytes.setdefault(n, bytearray())
+        offsets = []
+        for piece in pieces:
+            offsets.append(len(before.decode(errors="ignore")))  # in the text of this answer
+            before += self._bytes_of(piece.token)
         return {
-            "tokens": [spell(p.token) for p in pieces],
+            "tokens": [self._spell(p.token) for p in pieces],
             "token_logprobs": [p.logprob for p in pieces],
-            "top_logprobs": [{spell(i): v for i, v in p.best} for p in pieces],
-            "text_offset": [],
+            "top_logprobs": [{self._spell(i): v for i, v in p.best} for p in pieces],
+            "text_offset": offsets,
         }
 
-    @staticmethod
-    def _entry(piece: Delta, spell: Any) -> dict[str, Any]:
-        def one(i: int, value: float | None) -> dict[str, Any]:
-            return {"token": spell(i), "logprob": value, "bytes": list(spell(i).encode())}
+    def _entry(self, piece: Delta) -> dict[str, Any]:
+        def one(i: int | None, value: float | None) -> dict[str, Any]:
+            return {"token": self._spell(i), "logprob": value, "bytes": list(self._bytes_of(i))}
 
-        assert piece.token is not None
         return {**one(piece.token, piece.logprob), "top_logprobs": [one(i, v) for i, v in piece.best]}
+
+    def _bytes_of(self, token: int | None) -> bytes:
+        assert token is not None
+        return self._served.tokenizer.bytes_of(token)
+
+    def _spell(self, token: int | None) -> str:
+        found = self._bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
 def _data(content: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ class Served:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return a prompt's ids as a document begins: bos (where the model has one), then the text as text."""
-        return self.tokenizer.prompt(text)
+        return self.tokenizer.prompt(_utf8(text))
 
     def chat_ids(
         self, messages: Messages, tools: Sequence[Any] | None = None, more: Mapping[str, Any] | None = None
@@ -62,7 +62,7 @@ class Served:
         if self._as_trained is not None:
             messages = [self._as_trained.as_it_takes(dict(message)) for message in messages]
         text = render(self.template, messages, special_tokens(self.tokenizer), tools, more=more)
-        ids = self._chat_backend.encode(text, add_special_tokens=False).ids
+        ids = self._chat_backend.encode(_utf8(text), add_special_tokens=False).ids
         before = self.tokenizer.before.tolist()
         return ids if ids[: len(before)] == before else [*before, *ids]
 
@@ -84,6 +84,19 @@ class Served:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without control tokens."""
         return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
+
+
+def _utf8(text: str) -> str:
+    """Return the text. Raises InputError for one that arrived in bytes that are no UTF-8 (Python holds them as half
+    surrogate pairs)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        seen = f"{text[max(0, error.start - 20) : error.start]!r} and then byte {ord(text[error.start]) & 0xFF:#04x}"
+        raise InputError(
+            f"the text is not UTF-8: {seen}", "Give it as UTF-8 (locale: C.UTF-8 or en_US.UTF-8)."
+        ) from None
+    return text
 
 
 def require_finished(path: Path) -> None:

@@ -315,9 +315,11 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _parse_same(text: str) -> list[Gpu]:
-    match = re.match(r"^\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)\s*$", text)
+    match = re.match(r"^\s*(?:(-?[\d.]+)\s*[x×*]\s*)?(\S.*?)\s*$", text)
     if not match:
         raise InputError(f"--gpus {text!r} names no card", "For example: --gpus 3x4090")
+    if not re.fullmatch(r"\d+", match[1] or "1"):
+        raise InputError(f"--gpus {text!r}: {match[1]} is no number of cards", "For example: --gpus 3x4090")
     count = int(match[1] or 1)
     turned = re.match(r"^\s*(\S.*?)\s*[x×*]\s*(\d+)\s*$", text)
     try:

@@ -91,9 +91,11 @@ def summarise(built: Assembled, disk: Disk, loop: Loop, record: Recorder | None,
 
 def _summary(run: RunFolder, world: World, memory: list[Any], loop: Loop, seconds: float) -> dict[str, Any]:
     p = loop.progress
-    steps = [row for row in run.read_events() if row["event"] == "step"]
-    steps = [row for row in steps if isinstance(row.get("seconds"), float) and isinstance(row.get("tokens"), int)]
-    timed = steps[len(steps) // 10 :] or steps  # the first tenth warms up
+    rows = run.read_events()
+    begun = max((n for n, row in enumerate(rows) if row["event"] == "start"), default=0)
+    steps, here = _timed(rows), _timed(rows[begun:])
+    here = here or steps  # of this start of the run: an earlier one may have had other ranks, as its plan did
+    timed = here[len(here) // 10 :]  # the first tenth warms up
     spent = sum(row["seconds"] for row in timed)
     summary = {
         "format": FORMAT,
@@ -113,6 +115,11 @@ def _summary(run: RunFolder, world: World, memory: list[Any], loop: Loop, second
         "versions": versions(),
     }
     return summary
+
+
+def _timed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps = (row for row in rows if row["event"] == "step")
+    return [row for row in steps if isinstance(row.get("seconds"), float) and isinstance(row.get("tokens"), int)]
 
 
 def _peaks(of_this_start: list[int], steps: list[dict[str, Any]]) -> list[int]:

@@ -37,13 +37,13 @@ def check_tokenizer(recipe: Recipe) -> None:
 
     Call when the model is here. A hub's tokenizer, and one that only transformers can read, is left to the ranks.
     """
-    from tercet.data import tokenizer
-    from tercet.data.template import named, tokens_of
+    from tercet.data.control import require_room, tokens_of
 
     if recipe.data.tokenizer == "train":
-        marks = tokens_of(recipe.data.template) if recipe.data.template in named() else ()
-        tokenizer.require_room(describe(recipe.model).vocabulary, marks)
+        require_room(describe(recipe.model).vocabulary, tokens_of(recipe.data.template))
         return
+    from tercet.data import tokenizer
+
     place = tokenizer.locate(recipe.data.tokenizer, tokenizer_place(recipe.model.path))
     if isinstance(place, str):
         return

@@ -57,6 +57,10 @@ def model_place(name: str | Path) -> Path:
         if str(name).startswith("runs/"):  # as tercet train names its folders
             raise InputError(f"{name} is not a run folder", "Runs that are here: ls runs")
         raise InputError(f"the weights of {name} are not here", f"Get them first: tercet fetch {name}")
+    if path.is_file() and path.suffix != ".gguf":
+        raise InputError(
+            f"{name} is a file, and no .gguf file", "A model is a run folder, a model folder or a .gguf file."
+        )
     if (path / "recipe.yaml").is_file():
         return next((path / name for name in ("model", "adapter") if (path / name).is_dir()), path)
     return path

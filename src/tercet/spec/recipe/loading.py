@@ -113,7 +113,8 @@ def build_recipe(
     `of_run`: keys of the tree that cannot act are dropped, not refused.
     """
     lines = dict(lines or {})
-    overrides = list(overrides)
+    # A section before its keys: data.train=f data.train.0.map=… mean the same in either order.
+    overrides = sorted(overrides, key=lambda override: override.partition("=")[0].count("."))
     given = {override.partition("=")[0].strip() for override in overrides}
     for override in overrides:
         key, separator, value = override.partition("=")

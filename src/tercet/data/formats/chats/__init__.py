@@ -18,7 +18,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from tercet.data.chat import Chat, checked
+from tercet.data.chat import ROLES, Chat, checked
 
 TURNS = ("role", "content")  # what a `map` may name inside a turn
 # Pairs of columns that are usually a question and its answer, for the mapping that would read them.
@@ -59,7 +59,7 @@ def mapping_for(row: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the mapping that would read a row of questions and answers, or None."""
     texts = {str(k).lower(): str(k) for k, v in row.items() if isinstance(v, str) and v.strip()}
     lists = [str(k) for k, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
-    if lists and (turn := _turn_names(row[lists[0]][0])):
+    if lists and (turn := _turn_names(row[lists[0]])):
         return {"messages": lists[0], **turn}
     question = next((texts[q] for q in _QUESTIONS if q in texts), None)
     answer = next((texts[a] for a in _ANSWERS if a in texts and texts[a] != question), None)
@@ -85,9 +85,14 @@ def flow(mapping: Mapping[str, str]) -> str:
     return f"{{{', '.join(f'{ours}: {word(theirs)}' for ours, theirs in mapping.items())}}}"
 
 
-def _turn_names(turn: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a map must say of a turn's names, nothing when it cannot be told."""
-    role = next((k for k in ("role", "from", "speaker", "author", "sender") if isinstance(turn.get(k), str)), None)
-    said = ("content", "value", "text", "message", "utterance", "body")
-    content = next((k for k in said if isinstance(turn.get(k), str)), None)
+def _turn_names(turns: list[Any]) -> dict[str, str]:
+    """Return what a map must say of the turns' names, nothing when it cannot be told: by usual names, else the role is
+    the text that is a role we know in every turn, and the content the longest of the others."""
+    turns = [turn for turn in turns if isinstance(turn, dict)]
+    texts = {k: [t[k] for t in turns] for k in turns[0] if all(isinstance(t.get(k), str) for t in turns)}
+    roles = [k for k, said in texts.items() if all(text.strip().lower() in ROLES for text in said)]
+    role = next((k for k in ("role", "from", "speaker", "author", "sender", *roles) if k in texts), None)
+    usual = ("content", "value", "text", "message", "utterance", "body")
+    by_length = sorted((k for k in texts if k != role), key=lambda k: -sum(map(len, texts[k])))
+    content = next((k for k in (*usual, *by_length) if k in texts), None)
     return {"role": role, "content": content} if role and content else {}

@@ -89,7 +89,7 @@ def _message(turn: Any, number: int, column: str, names: Mapping[str, str]) -> d
             message["reasoning_content"] = text_of(turn[name], f"the reasoning of turn {number}", column)
             break
     calls = turn.get("tool_calls") or turn.get("function_call")
-    if calls:
+    if calls and calls != {"name": None, "arguments": None}:  # what a table with a column of calls has in other turns
         message["tool_calls"] = calls_of(calls, f"a call of turn {number}", column)
     message |= {key: turn[key] for key in _KEPT if isinstance(turn.get(key), str)}
     weight = weight_of(turn, TURN_WEIGHTS)
