@@ -27,8 +27,9 @@ demo: $(TRAIN)
 	$(BIN)/tercet train first-light
 	@echo 'next: $(BIN)/tercet generate runs/first-light-1 "The for statement" --temperature 0.8'
 
+# Two at a time: a run of a test waits as often as it computes. A file's tests share their processes.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Minutes long, or needs root, a browser, a compiler or a download; what cannot run here skips with its reason.
 # The small pretrained model lies in a package; what that depends on would compile a runtime that is not used here.

@@ -126,7 +126,8 @@ def test_the_second_signal_ends_at_once(cli):
     assert gone(ranks)
 
 
-@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_kill_leaves_no_process_and_resumes_bit_for_bit(cli, finished, victim):
     whole, run = finished
     process = cli.start("train", "small.yaml", "--ranks", "3", "--output", "run")

@@ -40,11 +40,11 @@ def plain(pools):
 
 CASES = [
     (1, "single", "fp32", EIGHT, {}),
-    (1, "single", "bf16-pure", EIGHT, {}),
-    (2, "ddp", "bf16-pure", {}, {}),
+    pytest.param(1, "single", "bf16-pure", EIGHT, {}, marks=pytest.mark.slow),
+    pytest.param(2, "ddp", "bf16-pure", {}, {}, marks=pytest.mark.slow),
     (3, "ddp", "fp32", EIGHT, {"offload": {"optimizer": "cpu"}}),
     (3, "zero1", "bf16-pure", EIGHT, {}),
-    (3, "zero2", "bf16", EIGHT, {}),
+    pytest.param(3, "zero2", "bf16", EIGHT, {}, marks=pytest.mark.slow),
     (3, "zero3", "bf16-pure", EIGHT, {}),
     (3, "zero3", "bf16-pure", {}, {"reduce_gradients": "once_per_step", "recompute": "full"}),
 ]

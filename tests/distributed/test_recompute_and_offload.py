@@ -177,6 +177,7 @@ def _unordered(self: InputsOnHost, away: Any) -> None:
         away.value.copy_(away.host, non_blocking=True)
 
 
+@pytest.mark.slow
 def test_on_a_card_copies_are_ordered_and_change_nothing(process: Ranks):
     ((plain, moved, _), (away, more, _)) = process.run(on_card, False, limit=200)[0]
     assert away == plain

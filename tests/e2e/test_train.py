@@ -43,6 +43,7 @@ def test_the_run_folder_is_complete(finished):
     assert recipe["optim"]["betas"] == [0.9, 0.95]
 
 
+@pytest.mark.slow  # tests/distributed has it without a command line
 def test_sharded_ranks_print_the_losses_of_one(cli):
     """tests/distributed holds every strategy to this; here the whole path of two, from the command line."""
     common = ("train.steps=6", "output.checkpoint_every=0", "train.sample_prompts=[]")

@@ -150,7 +150,7 @@ def test_keys_say_how_texts_are_read_and_the_advice_for_them_works(tmp_path):
     table.write_text("question,answer\nthe for,statement\n")
     with pytest.raises(InputError, match=r"data.template=NAME"):
         run(plain, "--data", chats)
-    with pytest.raises(InputError, match=r"data.train.0.map=\{text: …\}"):
+    with pytest.raises(InputError, match=r"data.train.0.map=\{prompt: question, completion: answer\}"):
         run(plain, "--data", table)
     found = [
         json.loads(run(plain, *keys, "--json"))["models"][0]["bytes"]
