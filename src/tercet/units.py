@@ -73,7 +73,9 @@ def count_of(number: float, what: str) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """Print a duration as one would say it: 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
+    """Print a duration as one would say it: 12 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
+    if 0 < value < 0.0995:
+        return f"{1000 * value:.2g} ms"
     if value < 60:
         return f"{value:.1f} s"
     seconds = round(value)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tercet.cli import app
 from tercet.errors import InputError
 from tercet.planner.answer import plan
-from tercet.planner.table import GIB, show, thousands, verdict
+from tercet.planner.table import GIB, show, thousands, to_terminal, verdict
 from tercet.planner.what_if import parse_what_if
 
 BOX = {"gpus": "3x4090", "host_ram": "128GiB", "links": "x16,x8,x4"}
@@ -125,3 +125,11 @@ def test_unknown_names_are_refused_with_the_nearest():
     for words in ("host_rum", "", "cards,colour"):
         with pytest.raises(InputError, match="--what-if"):
             parse_what_if(words)
+
+
+def test_figures_are_wrapped_to_the_terminal_and_bars_are_not(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    bar = "up to 512   9  " + "#" * 60
+    text = "source      a.txt: 1 files, 7.3 k tokens, 29 sequences, 100.0 % of what is trained, 3 times"
+    *lines, last = to_terminal(f"{text}\n{bar}").split("\n")
+    assert last == bar and max(map(len, lines)) <= 60 and " ".join(" ".join(lines).split()) == " ".join(text.split())

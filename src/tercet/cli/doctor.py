@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.planner.table import to_terminal
+
 
 def register(app: typer.Typer) -> None:
     @app.command(epilog="Example: tercet doctor")
@@ -34,4 +36,4 @@ def run(ranks: int | None, quick: bool, as_json: bool) -> None:
 
         typer.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
     else:
-        typer.echo(show(report))
+        typer.echo(to_terminal(show(report)))

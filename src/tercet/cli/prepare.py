@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tercet.planner.table import to_terminal
+
 if TYPE_CHECKING:
     from tercet.data.prepare import Prepared
     from tercet.spec.recipe import Recipe
@@ -86,7 +88,7 @@ def run(
         # Plain ASCII, so that no console can damage it.
         typer.echo(json.dumps(found, indent=2))
         return
-    typer.echo("\n".join([*lines(prepared.report), f"folder      {prepared.folder}"]))
+    typer.echo(to_terminal("\n".join(lines(prepared.report))) + f"\nfolder      {prepared.folder}")
     colour = sys.stdout.isatty()
     for sample in samples:
         typer.echo("\n" + _shown(sample, colour, ids))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tercet.errors import NotLegalError
+from tercet.planner.table import to_terminal
 from tercet.units import show_bytes, show_seconds
 
 
@@ -71,7 +72,7 @@ def run(
     text = orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
     if output is not None:
         write(output, found, text, trace)
-    typer.echo(text if as_json else table(found))
+    typer.echo(text if as_json else to_terminal(table(found)))
     if not found["fits"] or found["failed"]:
         raise typer.Exit(1 if found["failed"] else 3)
 
@@ -129,17 +130,27 @@ def _strategy(recipe: Any, machine: Any) -> tuple[Any, dict[str, Any]]:
         return strategy, predict(recipe, strategy, machine)
 
 
+def _difference(rehearsed: float, planned: float | None) -> list[str]:
+    """Return a line where the two times are further apart than the plan's own range."""
+    if not planned or 2 / 3 <= rehearsed / planned <= 1.5:
+        return []
+    return [
+        f"  {rehearsed / planned:.2g} times the plan's: a plan adds up sums, a rehearsal each kernel in its order; only a "
+        "measured run tells which is right"
+    ]
+
+
 def table(found: dict[str, Any]) -> str:
     """Return the rehearsal beside the plan, a line a figure."""
     peak, planned = found["peak"], found["planned"]
-    lines = [
-        f"{found['strategy']}: {'fits' if found['fits'] else 'does not fit'} in {show_bytes(found['capacity_bytes'])}"
-    ]
+    usable = found["capacity_bytes"] + found["outside_bytes"]
+    lines = [f"{found['strategy']}: {'fits' if found['fits'] else 'does not fit'} in {show_bytes(usable)} of a card"]
     if found["out_of_memory"]:
         lines.append(found["out_of_memory"])
     lines += [
-        f"at the peak: {show_bytes(found['peak_bytes'])} in use, {show_bytes(found['reserved_bytes'])} reserved "
-        f"(planned {show_bytes(planned['card_bytes'])}), at operator {peak['number']}, {peak['operator']}",
+        f"at the peak: {show_bytes(found['peak_bytes'])} in use, {show_bytes(found['reserved_bytes'])} reserved, "
+        f"{show_bytes(found['outside_bytes'])} of context and NCCL; planned {show_bytes(planned['card_bytes'])} in all",
+        f"  at operator {peak['number']}, {peak['operator']}",
         *(f"  {row:12} {show_bytes(size)}" for row, size in sorted(peak["rows"].items(), key=lambda x: -x[1])),
     ]
     if found["failed"]:
@@ -154,6 +165,7 @@ def table(found: dict[str, Any]) -> str:
             + (", ".join(f"{k} {n} times" for k, n in step["collectives"].items()) or "no collectives"),
             "  not hidden behind computing: "
             + ", ".join(f"{kind} {busy[kind] / step['seconds']:.0%}" for kind in ("collectives", "copies", "host")),
+            *_difference(step["seconds"], planned["step_seconds"]),
         ]
     if found["host"]["pinned_bytes"]:
         lines.append(f"host memory pinned by this rank: {show_bytes(found['host']['pinned_bytes'])}")

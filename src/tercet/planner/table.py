@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 from typing import Any
 
@@ -64,6 +65,12 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
         break_on_hyphens=False,
     )
     return filled.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def to_terminal(text: str) -> str:
+    """Return lines of figures, each wrapped to the terminal; bars are as long as they are drawn."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    return "\n".join(line if "##" in line else wrapped(line, width) for line in text.split("\n"))
 
 
 def one_line(text: str, width: int, indent: str = "") -> str:

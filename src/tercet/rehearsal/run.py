@@ -21,7 +21,7 @@ from tercet.errors import NotLegalError
 from tercet.parallel.jobs import Jobs
 from tercet.parallel.world import World
 from tercet.planner.clock import bus, rates
-from tercet.planner.constants import CONTEXT_BYTES, Constants, load_for
+from tercet.planner.constants import COLLECTIVE_BYTES, CONTEXT_BYTES, Constants, load_for
 from tercet.planner.host import host_rates
 from tercet.planner.job import of_strategy
 from tercet.rehearsal.cost import CardRates
@@ -124,7 +124,8 @@ def rehearse(
     """Return (what two steps, an evaluation and a save did on the simulated card of rank 0, the counted step's trace).
 
     {"fits": bool, "out_of_memory": its message or None, "failed": another fault's message or None, "peak_bytes",
-    "reserved_bytes", "peak": …, "host": …, "step": …, "save": …, "timeline": …}; what was not reached is missing.
+    "reserved_bytes", "outside_bytes": what context and NCCL take beside the allocator, "peak": …, "host": …,
+    "step": …, "save": …, "timeline": …}; what was not reached is missing.
     The trace is in the Trace Event Format (rehearsal/recorder.py).
     """
     if strategy.engine not in ("native", "host"):
@@ -133,7 +134,8 @@ def rehearse(
     faults = faults or Faults()
     figures = rates_of(machine, strategy, work, load_for(machine)).slowed(faults.slow)
     assert machine.card is not None
-    simulated = Simulation(capacity_bytes=machine.card.memory_bytes - CONTEXT_BYTES, rates=figures, shapes=True)
+    outside = CONTEXT_BYTES + (COLLECTIVE_BYTES if strategy.ranks > 1 else 0)  # of the card, and not the allocator's
+    simulated = Simulation(capacity_bytes=machine.card.usable_bytes - outside, rates=figures, shapes=True)
     simulated.ranks = strategy.ranks
     device = simulated.device
     host_work = HostWork(device.timeline, *host_rates(machine, load_for(machine), strategy.ranks))
@@ -149,7 +151,7 @@ def rehearse(
             if faults == Faults():
                 raise
             found["failed"] = str(error)
-    return {**found, **_found(simulated)}, traced
+    return {**found, **_found(simulated), "outside_bytes": outside}, traced
 
 
 class _alone:
