@@ -89,6 +89,8 @@ WRONG = [
     ("chat/completions", {"messages": TALK, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ("chat/completions", {"messages": TALK, "temperature": -0.5}, "temperature"),
     ("chat/completions", {"messages": TALK, "stream": "yes"}, "stream"),
+    ("chat/completions", {"messages": TALK, "temprature": 0.2}, "temprature"),
+    ("completions", {"prompt": "the", "max_token": 3}, "max_token"),
 ]
 
 
@@ -247,3 +249,9 @@ def test_a_served_chat_is_the_trained_one(tmp_path):
     assert document.text.startswith(text) and document.text[len(text) :].startswith("Because.")
     quiet = served.chat_ids(*for_template(asked.messages, None), {"enable_thinking": False})
     assert quiet[: len(ids)] == ids and len(quiet) > len(ids)
+
+
+def test_a_request_needs_no_model_and_fields_that_change_nothing_are_left_aside(running):
+    more = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "max_tokens": 2}
+    status, text = get(f"{running.url}/v1/completions", {"prompt": "the", **more})
+    assert status == 200 and json.loads(text)["model"] == "tiny"

@@ -1,9 +1,10 @@
-"""What clients of OpenAI's protocol send, checked. Fields that change an answer and are not built are refused; unknown
-ones are left aside."""
+"""What clients of OpenAI's protocol send, checked. Fields that change an answer and are not built are refused, and so is
+a misspelt one; others that are unknown are left aside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -39,6 +40,20 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Fields of the protocol that change no answer: a name close to them is theirs, not another one misspelt.
+ASIDE = frozenset(
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "priority",
+        "request_id",
+        "service_tier",
+        "skip_special_tokens",
+        "store",
+        "user",
+    )
+)
+
 # What a template is told by the request itself.
 TEMPLATES_OWN = frozenset(
     (
@@ -73,7 +88,7 @@ class StreamOptions(BaseModel):
 class Request(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    model: str
+    model: str | None = None  # there is one
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
@@ -98,6 +113,15 @@ class Request(BaseModel):
         for name, seen in value.items() if isinstance(value, dict) else ():
             if name in NOT_BUILT and seen is not None and seen not in NOT_BUILT[name]:
                 raise Refused(400, f"{name}: this server does not do that; seen: {str(seen)[:80]!r}", "not_built", name)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _misspelt(cls, value: Any) -> Any:
+        known = [*cls.model_fields, *NOT_BUILT]
+        for name in value if isinstance(value, dict) else ():
+            if name not in known and name not in ASIDE and (meant := get_close_matches(name, known, 1, cutoff=0.8)):
+                raise Refused(400, f"there is no field {name}; did you mean {meant[0]}?", "unknown_field", name)
         return value
 
     @property

@@ -107,9 +107,11 @@ class Server:
         self._known(request.path_params["name"])
         return JSONResponse(self._entry())
 
-    def _known(self, name: str) -> None:
-        if name != self.served.name:
-            raise Refused(404, f"no model {name[:80]!r} here; it is {self.served.name!r}", "model_not_found", "model")
+    def _known(self, name: str | None) -> None:
+        if name not in (None, self.served.name):
+            raise Refused(
+                404, f"no model {str(name)[:80]!r} here; it is {self.served.name!r}", "model_not_found", "model"
+            )
 
     # ------------------------------------------------------------------------------------------------ answers
 
