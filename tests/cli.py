@@ -53,7 +53,8 @@ class Cli:
             "if 'tercet.training.rank' in sys.orig_argv:\n"
             "    RANK = int(os.environ['RANK'])\n" + body + "\n"
         )
-        self.environment["PYTHONPATH"] = str(place)
+        given = os.environ.get("PYTHONPATH")
+        self.environment["PYTHONPATH"] = os.pathsep.join([str(place), *([given] if given else [])])
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

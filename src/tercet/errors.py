@@ -54,6 +54,10 @@ class InterruptedRun(TercetError):
     exit_code = 130
 
 
+class CardFullError(TercetError):
+    """A card had no memory left; a smaller micro-batch may do."""
+
+
 def disk_full(error: BaseException) -> TercetError | None:
     """Return a full disk as a sentence, whichever library met it and however it wrapped what the system said; else None."""
     seen: BaseException | None = error

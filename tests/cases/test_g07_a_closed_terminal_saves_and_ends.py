@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -69,16 +70,16 @@ def test_a_terminal_that_is_closed(cli):
     seen = threading.Event()
 
     def read() -> None:  # what is printed must go somewhere until the terminal closes
-        while not seen.is_set():
-            try:
+        while not seen.is_set():  # never waiting in a read: that would hold the terminal open
+            if select.select([main], [], [], 0.05)[0]:
                 os.read(main, 4096)
-            except OSError:
-                return
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     cli.wait_until(lambda: any(e["step"] >= 2 for e in cli.events("run", "step")), process)  # type: ignore[arg-type]
     ranks = cli.rank_processes("run")
     seen.set()
+    reader.join()
     os.close(main)
     assert process.wait(LIMIT_SECONDS) == 130
     assert gone(ranks)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tercet.planner.answer import plan
 from tests.cli import Cli
 
 TINY = ["model.layers=2", "train.batch_sequences=4", "data.sequence_tokens=256"]
@@ -40,3 +41,11 @@ def test_a_card_that_is_too_small_names_the_operator(cli: Cli):
     done = cli.run("rehearse", "qwen3-1.7b", "--gpus", "1x4090", *keys, code=None)
     assert done.returncode == 3
     assert "operator" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_end_of_a_card_is_the_plans(cli):
+    """What a plan calls usable holds the context too: a rehearsal that had more would fit what no card does."""
+    found = json.loads(cli.run("rehearse", "first-light", "--gpus", "3x4090", "--json").stdout)
+    planned = plan("first-light", [], gpus="3x4090")["strategies"][0]
+    assert found["capacity_bytes"] + found["outside_bytes"] == planned["usable_bytes"]
+    assert found["planned"]["card_bytes"] == planned["card_bytes"] > found["outside_bytes"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from tercet.errors import InterruptedRun, TercetError
+from tercet.errors import CardFullError, InterruptedRun, TercetError
 from tercet.spec.memory_limit import memory_limit
 from tercet.spec.run_folder import RunFolder, read_json
 from tercet.training.session import resume_command
@@ -105,6 +105,7 @@ def _from_report(report: dict[str, Any], run: RunFolder) -> TercetError:
         hint = hint or f"Its log: {run.log_of(report['rank'])}"
     # Of the kind that it was on its rank: what comes of it (a run folder kept or not) hangs on that.
     kind = next(k for k in (*TercetError.__subclasses__(), TercetError) if k.exit_code == report["exit_code"])
+    kind = CardFullError if report.get("card_full") else kind
     return _rebuilt(kind, where + report["message"], hint)
 
 

@@ -6,17 +6,20 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tercet.engine.deepspeed.installed import require_deepspeed
 from tercet.errors import InputError, NotLegalError, who_may
-from tercet.planner.answer import plan_for_run
+from tercet.planner.answer import plan_for_run, predict
+from tercet.planner.search import micro_batches
 from tercet.spec.adapter import describe_adapter
 from tercet.spec.axes.split import either
 from tercet.spec.cards import INSTALL_FOR_CARDS
 from tercet.spec.families import describe
 from tercet.spec.families.where import tokenizer_place
+from tercet.spec.machine import this_machine
 from tercet.spec.recipe import ModelSection, Recipe
 from tercet.spec.strategy import Strategy, Work, nearest_batches, not_built, ranks_of, why_not
 from tercet.spec.trained import trained_model
@@ -104,6 +107,17 @@ def make_plan(recipe: Recipe, ranks: int | None, say: Say) -> dict[str, Any]:
         say(note)
     _say_batch(strategy, work, say)
     return plan
+
+
+def with_smaller_micro_batch(recipe: Recipe, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the plan with the same strategy and at most half the rows in a micro-batch, the effective batch as it was;
+    None when there is one row."""
+    strategy, work = Strategy(**plan["strategy"]), Work.of(recipe)
+    usable = micro_batches(strategy.mesh.data_ranks, work)
+    smaller = max((m for m in usable if 2 * m <= strategy.micro_batch + 1 and m < strategy.micro_batch), default=None)
+    if smaller is None:
+        return None
+    return {**plan, **predict(recipe, replace(strategy, micro_batch=smaller), this_machine(strategy.ranks))}
 
 
 def without_further_predictions(model: ModelSection) -> str | None:

@@ -151,6 +151,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     no_host_memory = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_HOST_MEMORY)
     if no_host_memory or isinstance(error, torch.OutOfMemoryError):
         content["message"] = f"out of memory: {error}"
+        content["card_full"] = not no_host_memory
         content["hint"] = "Lower strategy.micro_batch, set strategy.recompute=full, or see: tercet plan RECIPE"
         if no_host_memory and (limit := memory_limit(int(os.environ.get("WORLD_SIZE", "1")))):
             content["hint"] += f". Host memory is limited to {show_bytes(limit.bytes)} by {limit.source}"

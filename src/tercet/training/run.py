@@ -93,6 +93,7 @@ def _open_record(built: Assembled, disk: Disk, console: Console | None) -> Recor
         "step": progress.step,
         "ranks": built.world.size,
         "strategy": built.strategy.name,
+        "micro_batch": built.strategy.micro_batch,
         "parameters": built.spec.parameters,
         "total_steps": built.total_steps,
         "data": built.prepared.key,

@@ -15,11 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tercet.errors import InputError, InterruptedRun, NotLegalError, file_error
+from tercet.errors import CardFullError, InputError, InterruptedRun, NotLegalError, file_error
 from tercet.spec.recipe import Recipe, load_recipe, load_run_recipe
 from tercet.spec.run_folder import RunFolder, open_run
 from tercet.training.lock import RunLock
-from tercet.training.preflight import check_files, check_output, check_tokenizer, make_plan
+from tercet.training.preflight import (
+    check_files,
+    check_output,
+    check_tokenizer,
+    make_plan,
+    with_smaller_micro_batch,
+)
 from tercet.training.warned import WARNED
 from tercet.units import show_bytes
 
@@ -78,6 +84,7 @@ class Session:
         else:
             self.recipe = load_recipe(asked.recipe or "", asked.overrides)
             check_output(asked.output or self.recipe.output.folder or "runs")
+        self._micro_batch_is_ours = self.recipe.strategy.micro_batch == "auto"
         check_files(self.recipe)
         self.plan = make_plan(self.recipe, ranks, self.say)
         if not (self._run is not None and (self._run.path / "tokenizer").is_dir()):  # then it uses its own
@@ -141,6 +148,23 @@ class Session:
         self.say(f"run folder: {run.path}")
         if not self._before and (short := _short_of_disk(run, self.plan)):
             self.say(short)
+
+    def take_smaller_micro_batch(self, error: CardFullError) -> bool:
+        """Plan the run with a smaller micro-batch and the same effective batch, for its next start and all later ones.
+        False when the recipe fixes the micro-batch or none is smaller.
+        """
+        before, smaller = self.plan["micro_batch"], with_smaller_micro_batch(self.recipe, self.plan)
+        if smaller is None or not self._micro_batch_is_ours:
+            return False
+        self.plan, number = smaller, smaller["micro_batch"]
+        strategy = self.recipe.strategy.model_copy(update={"micro_batch": number})
+        self.recipe = self.recipe.model_copy(update={"strategy": strategy})
+        write_run(self.run, self.recipe, self.plan)
+        self.say(
+            f"{error.message}\nmicro-batch {before} does not fit: begins again with strategy.micro_batch={number} x "
+            f"accumulation {smaller['accumulation']}, the same effective batch"
+        )
+        return True
 
     def hold(self, pids: Sequence[int | None]) -> None:
         """Write the ranks' processes into the lock."""

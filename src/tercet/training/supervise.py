@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tercet import children
-from tercet.errors import InterruptedRun, TercetError
+from tercet.errors import CardFullError, InterruptedRun, TercetError
 from tercet.probe.selftest import environment_for
 from tercet.training.cards import CardWatch
 from tercet.training.failure import first_error
@@ -78,8 +78,8 @@ def run_session(asked: Asked, say: Callable[[str], None], watch: tuple[int, int]
 
 
 def _run_to_the_end(session: Session, stop: Stop, watch: tuple[int, int] | None) -> None:
-    swap, restarts = Swap(session.run), session.restarts
-    for attempt in range(restarts + 1):
+    swap, restarts, attempt = Swap(session.run), session.restarts, 0
+    while True:
         try:
             with stop.at_once():
                 swap.prepare(session.say)
@@ -87,9 +87,12 @@ def _run_to_the_end(session: Session, stop: Stop, watch: tuple[int, int] | None)
             _Ranks(session, stop, repairs, watch).run()
             return
         except TercetError as error:
+            if isinstance(error, CardFullError) and not stop.requested and session.take_smaller_micro_batch(error):
+                continue
             if error.exit_code != 1 or attempt == restarts or stop.requested:
                 raise
-            session.say(f"{error}\nrestart {attempt + 1} of {restarts}")
+            attempt += 1
+            session.say(f"{error}\nrestart {attempt} of {restarts}")
         finally:
             swap.remove()
 
