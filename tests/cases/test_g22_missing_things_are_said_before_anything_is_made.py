@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tercet.data.sources import find_all
+from tercet.errors import InputError
+from tercet.spec.recipe import build_recipe
+
 HOOK = """
 import sys
 if sys.orig_argv[1:3] == ['-m', 'tercet']:
@@ -57,3 +61,21 @@ def test_what_only_the_ranks_find_leaves_no_run_folder_either(watched):
     assert "bad.jsonl, line 2" in done.stderr
     assert (watched.folder / "a-rank-was-started").exists()
     assert not list((watched.folder / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ("a.txt b.txt", "data.train=[a.txt, b.txt]"),
+        ("a.txt,b.txt", "data.train=[a.txt, b.txt]"),
+        ("https://example.org/a.txt", "download it"),
+        ("hub:nobody", "hub:OWNER/NAME"),
+    ],
+)
+def test_data_that_is_written_in_another_way_comes_with_the_right_one(tmp_path, monkeypatch, given, way):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some text")
+    with pytest.raises(InputError, match="there is no file or folder") as refused:
+        find_all(build_recipe({}, [f"data.train={given}"]).data)
+    assert way in str(refused.value.hint)

@@ -13,7 +13,7 @@ from tercet.data.corpus import PLACES, TRAIN, VALIDATION, Corpus, Findings
 from tercet.data.mix import Mix
 from tercet.data.shards import Rows, Writer
 from tercet.data.sources import Source
-from tercet.units import show_count
+from tercet.units import count_of, show_count
 
 
 def report(
@@ -152,9 +152,9 @@ def lines(figures: dict[str, Any]) -> list[str]:
             out.append(f"{title:<12}" + ", ".join(f"{k} {n}" for k, n in figures[name].items()))
     for source in figures["sources"]:
         out.append(
-            f"source      {source['path']}: {source['files']} files, {show_count(source['tokens'])} tokens,"
-            f" {source['sequences']} sequences, {100 * source['share']:.1f} % of what is trained,"
-            f" each row {source['repeats_per_epoch']:g} times per epoch"
+            f"source      {source['path']}: {count_of(source['files'], 'file')}, {show_count(source['tokens'])} tokens,"
+            f" {count_of(source['sequences'], 'sequence')}, {100 * source['share']:.1f} % of what is trained,"
+            f" each row {'once' if (times := source['repeats_per_epoch']) == 1 else f'{times:g} times'} per epoch"
         )
         out += [f"            {sentence}" for sentence in warnings(source)]
         out += _passed(source["passed_over"])

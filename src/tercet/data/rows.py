@@ -88,6 +88,21 @@ def excerpt(text: str, around: int = 0, width: int = 60) -> str:
     return f"{'…' if start else ''}{piece}{'…' if start + width < len(text) else ''}"
 
 
+def not_utf8(data: bytes, at: int, where: str = "") -> str:
+    """Return what is said of bytes whose byte `at` is not UTF-8, with the encoding that they probably have."""
+    piece = data[at : at + 4096]
+    chinese = piece.decode("gb18030", errors="ignore")
+    usual = sum(c in "的是了在不我有这，。" for c in chinese)
+    if usual and 100 * usual >= len(chinese):
+        name, probably = "GB18030", "GB18030 (GBK)"
+    elif all(c.isalpha() or c in "‘’‚“”„–—…€«»°§£" for c in piece.decode("cp1252", errors="replace") if c > "\x7f"):
+        name, probably = "CP1252", "Windows-1252 (Latin 1)"
+    else:
+        name = probably = ""
+    way = f"; it looks like {probably}: iconv -f {name} -t UTF-8 FILE > NEW" if name else ""
+    return f"byte 0x{data[at]:02x}{where} is not UTF-8{way}"
+
+
 def twice_detail(key: str) -> str:
     """Return what is wrong with a row in which one object has a key twice."""
     return f"the key {excerpt(key)!r} stands twice in one object, so which value is meant cannot be known"

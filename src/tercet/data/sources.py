@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +172,17 @@ def _paths(text: str, key: str) -> folders.FolderFiles:
     if (named := hub.set_name(text)) and (text.startswith(hub.PREFIX) or not path.parent.is_dir()):
         return _on_hub(*named, key)
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}")
+    raise InputError(f"{key}: there is no file or folder {text!r}{nearest(path.name, beside)}", _other_ways(text))
+
+
+def _other_ways(text: str) -> str | None:
+    """Return how what was probably meant is written."""
+    words = text.replace(",", " ").split()
+    if len(words) > 1 and all(Path(word).expanduser().exists() for word in words):
+        return f"Several: data.train=[{', '.join(words)}]"
+    if re.match(r"https?://", text):
+        return "Nothing is fetched from an address: download it, and give the file. A hub's data set: hub:OWNER/NAME."
+    return "A hub's data set is hub:OWNER/NAME." if text.startswith(hub.PREFIX) else None
 
 
 def _on_hub(name: str, inside: str, key: str) -> folders.FolderFiles:

@@ -44,7 +44,7 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
                 line = records.line_num + 1
         except UnicodeDecodeError as error:
             marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            detail = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+            detail = rows.not_utf8(error.object, error.start)
             if line == 1 and error.object.startswith(marks):
                 detail = rows.UTF_16
             yield Fault(line, 1, rows.BAD_BYTES, detail, fatal=True)

@@ -89,7 +89,7 @@ def read(path: Path, reading: Reading) -> Iterator[Row | Fault]:
             offset = file.tell() - len(error.object) + error.start
             before = error.object[: error.start]
             line = window.line + window.text.count("\n", window._counted) + before.count(b"\n")
-            detail = f"byte 0x{error.object[error.start]:02x} at offset {offset} of the file is not UTF-8"
+            detail = rows.not_utf8(error.object, error.start, f" at offset {offset} of the file")
             shown = excerpt(before[-60:].decode(errors="ignore"))
             yield Fault(line, 1, rows.BAD_BYTES, detail, shown, fatal=True)
 

@@ -134,7 +134,7 @@ def _explain(line: bytes, number: int, reading: Reading) -> Row | Fault:
         text = line.decode()
     except UnicodeDecodeError as error:
         column = len(line[: error.start].decode()) + 1
-        detail = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line is not UTF-8"
+        detail = rows.not_utf8(line, error.start, f" at offset {error.start} of the line")
         return Fault(number, column, rows.BAD_BYTES, detail, excerpt(line.decode(errors="replace"), column))
     try:
         constants: list[str] = []

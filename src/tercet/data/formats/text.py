@@ -102,7 +102,7 @@ def _check(path: Path) -> Fault | None:
                 place = offset - len(held) + error.start
                 if place == 0 and error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
                     return Fault(1, 1, rows.BAD_BYTES, rows.UTF_16)
-                detail = f"byte 0x{error.object[error.start]:02x} at offset {place} of the file is not UTF-8"
+                detail = rows.not_utf8(error.object, error.start, f" at offset {place} of the file")
                 return Fault(line, column, rows.BAD_BYTES, detail, excerpt(row, len(row)))
             if not block:
                 break
